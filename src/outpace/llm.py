@@ -1,0 +1,410 @@
+"""The Python API: a loaded model that generates by a method."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from outpace.engine import Engine, Event, Request, TokenLogprob
+from outpace.errors import InvalidRequest
+from outpace.models import Model, load_model
+from outpace.proposers import Method, Target, load_method
+from outpace.sampling import SamplingParams
+from outpace.stats import Stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from outpace.runtimes.base import Runtime
+    from outpace.text import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # splits one seed into those of several choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One completion: `tokens` hold the end token that ended it, `text` does not."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprob]
+    seed: int
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A request's completions and what they cost.
+
+    Args:
+        choices: `n` completions; the fields below are the first one's.
+        stats: of all choices; prompt tokens are counted once.
+    """
+
+    choices: tuple[Choice, ...]
+    stats: Stats
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.choices[0].tokens
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop" (end token or stop string) or "length" (token budget or context)."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return self.choices[0].logprobs
+
+    @property
+    def seed(self) -> int:
+        return self.choices[0].seed
+
+    @property
+    def method(self) -> str:
+        return self.stats.method
+
+    @property
+    def exact(self) -> bool:
+        return self.stats.exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one step added to a stream; the last piece carries the whole result."""
+
+    text: str
+    tokens: list[int]
+    index: int
+    finish_reason: str | None = None
+    result: Result | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class LLM:
+    """A model with a method; several may share the weights (`with_method`).
+
+    Args:
+        model: from `outpace.models.load_model`.
+        method: how to propose.
+        engine: shared with other LLMs on the same weights; by default a new one.
+    """
+
+    def __init__(self, model: Model, method: Method, *, engine: _SharedEngine | None = None) -> None:
+        self.model = model
+        self.method = method
+        self._engine = engine or _SharedEngine(
+            Engine(model.runtime, tokenizer=model.tokenizer, end_ids=model.eos_ids)
+        )
+
+    @classmethod
+    def from_runtime(
+        cls,
+        runtime: Runtime,
+        *,
+        method: Method,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: Sequence[int] = (),
+    ) -> LLM:
+        """An LLM around any runtime."""
+        model = Model(
+            name=type(runtime).__name__,
+            runtime=runtime,
+            tokenizer=tokenizer,
+            eos_ids=tuple(eos_ids),
+            fingerprint="",
+        )
+        return cls(model, method)
+
+    def with_method(self, method: str | Method, **options: Any) -> LLM:
+        """The same weights and cache with another method."""
+        if isinstance(method, str):
+            method = load_method(method, _target(self.model), **options)
+        elif options:
+            raise InvalidRequest(f"options {sorted(options)} go with a method's name only")
+        return LLM(self.model, method, engine=self._engine)
+
+    def generate(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Result:
+        """Generates until an end token, a stop string, the token budget or the context's end.
+
+        Args:
+            prompt: text (a user message for chat models, unless `raw`), chat messages, or ids.
+            raw: text is continued as it stands, without the chat template.
+            sampling: fields of `SamplingParams`.
+        """
+        return self.generate_batch([prompt], raw=raw, **sampling)[0]
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, raw: bool = False, **sampling: Any
+    ) -> list[Result]:
+        """Generates for several prompts side by side; each result equals its solo run."""
+        results: list[Result | None] = [None] * len(prompts)
+        for number, piece in self._run(prompts, raw, sampling):
+            if piece.result is not None:
+                results[number] = piece.result
+        return [result for result in results if result is not None]
+
+    def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Iterator[Piece]:
+        """Like `generate`, piece by piece; closing the iterator stops the work."""
+        for _, piece in self._run([prompt], raw, sampling):
+            yield piece
+
+    def info(self) -> dict[str, Any]:
+        """What is loaded and how it runs."""
+        runtime = self.model.runtime
+        return {
+            "model": self.model.name,
+            "method": self.method.name,
+            "vocabulary": runtime.vocab_size,
+            "context": runtime.max_context,
+            "device": str(runtime.device),
+            "dtype": str(runtime.dtype).removeprefix("torch."),
+            "exactness": "same-shape" if runtime.same_shape else "ordinary",
+            "max_nodes": runtime.max_nodes,
+            "memory": {**runtime.memory(), "method": self.method.memory()},
+            "fingerprint": self.model.fingerprint,
+            **runtime.info(),
+        }
+
+    def close(self) -> None:
+        """Drops running requests and cached texts; weights go with the last reference."""
+        self._engine.close()
+
+    def _run(
+        self, prompts: Sequence[Prompt], raw: bool, sampling: dict[str, Any]
+    ) -> Iterator[tuple[int, Piece]]:
+        """Pieces of all prompts as they come, with the prompt's number."""
+        params = make_params(self.model.tokenizer, sampling)
+        runs = []
+        for number, prompt in enumerate(prompts):
+            ids = prompt_ids(self.model.tokenizer, prompt, raw=raw)
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            runs.append(_Run(number, ids, params, seed, self.method))
+        yield from self._engine.run(runs)
+
+
+class _Run:
+    """One prompt with its `n` choices on the way."""
+
+    def __init__(
+        self, number: int, prompt: list[int], params: SamplingParams, seed: int, method: Method
+    ) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.params = params
+        self.method = method
+        self.seeds = [(seed + i * _SEED_STEP) % 2**64 for i in range(params.n)]
+        self.events: list[list[Event]] = [[] for _ in self.seeds]
+        self.num_open = params.n
+
+    def add(self, index: int, event: Event) -> Piece:
+        """Books an event of choice `index` and gives the piece for the user."""
+        self.events[index].append(event)
+        self.num_open -= event.finish_reason is not None
+        return Piece(
+            text=event.text,
+            tokens=event.tokens,
+            index=index,
+            finish_reason=event.finish_reason,
+            result=self._result() if self.num_open == 0 else None,
+        )
+
+    def _result(self) -> Result:
+        choices = []
+        for index, (events, seed) in enumerate(zip(self.events, self.seeds, strict=True)):
+            last = events[-1]
+            choices.append(
+                Choice(
+                    index=index,
+                    text="".join(event.text for event in events),
+                    tokens=[token for event in events for token in event.tokens],
+                    finish_reason=last.finish_reason or "length",
+                    logprobs=[entry for event in events for entry in event.logprobs],
+                    seed=seed,
+                    stats=last.stats,
+                )
+            )
+        total = choices[0].stats
+        if len(choices) > 1:
+            total = replace(
+                total,
+                drafted_by_depth=list(total.drafted_by_depth),
+                accepted_by_depth=list(total.accepted_by_depth),
+                time_split=dict(total.time_split),
+            )
+            for choice in choices[1:]:
+                total.add(choice.stats)
+        return Result(choices=tuple(choices), stats=total)
+
+
+class _SharedEngine:
+    """An engine that several callers may step at once; each receives its own events."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._inbox: dict[int, deque[Event]] = {}
+
+    def run(self, runs: Sequence[_Run]) -> Iterator[tuple[int, Piece]]:
+        """Adds all choices of all runs and yields their pieces until the last one ends."""
+        open_runs: dict[int, tuple[_Run, int]] = {}
+        try:
+            with self._lock:
+                for run in runs:
+                    for index, seed in enumerate(run.seeds):
+                        request_id = next(self._ids)
+                        self._inbox[request_id] = deque()
+                        open_runs[request_id] = (run, index)
+                        self._engine.add(
+                            Request(
+                                id=request_id,
+                                prompt=run.prompt,
+                                params=run.params,
+                                seed=seed,
+                                method=run.method,
+                            )
+                        )
+            while open_runs:
+                for request_id, event in self._take(list(open_runs)):
+                    run, index = open_runs[request_id]
+                    if event.finish_reason is not None:
+                        del open_runs[request_id], self._inbox[request_id]
+                    yield run.number, run.add(index, event)
+        finally:
+            with self._lock:
+                for request_id in open_runs:
+                    self._engine.cancel(request_id)
+                    self._inbox.pop(request_id, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._engine.close()
+
+    def _take(self, ids: Sequence[int]) -> list[tuple[int, Event]]:
+        """The caller's events; steps the engine when there are none yet."""
+        with self._lock:
+            if not any(self._inbox[i] for i in ids):
+                for event in self._engine.step():
+                    if event.request in self._inbox:
+                        self._inbox[event.request].append(event)
+            taken = [(i, event) for i in ids for event in self._inbox[i]]
+            for i in ids:
+                self._inbox[i].clear()
+            return taken
+
+
+def load(
+    model: str | Path | PreTrainedModel = "smollm2",
+    *,
+    tokenizer: Any = None,
+    method: str | Method = "plain",
+    device: str = "auto",
+    dtype: str = "auto",
+    exactness: str = "auto",
+    cache: Path | None = None,
+    notice: Callable[[str], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    **method_options: Any,
+) -> LLM:
+    """Loads a model and a method.
+
+    Args:
+        model: a name ("smollm2", or owner/name on the hub), a folder, a GGUF file, or a loaded
+            causal LM of transformers.
+        tokenizer: goes with a loaded model; without one, prompts and results are ids only.
+        method: a name in `outpace.proposers.METHODS`, or a Method.
+        device: "auto", "cpu", "cuda", "mps".
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
+        exactness: "same-shape", "ordinary" or "auto"; see `TransformersRuntime`.
+        cache: folder for converted models.
+        notice: receives one-line messages.
+        progress: receives (done, total, label) while files are converted or read.
+        method_options: the method's own; see `outpace.proposers`.
+
+    Raises:
+        OutpaceError: one of its subclasses, each naming the cause and what to do.
+    """
+    loaded = load_model(
+        model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        exactness=exactness,
+        cache=cache,
+        notice=notice,
+        progress=progress,
+    )
+    if isinstance(method, str):
+        method = load_method(method, _target(loaded), **method_options)
+    elif method_options:
+        raise InvalidRequest(f"options {sorted(method_options)} go with a method's name only")
+    return LLM(loaded, method)
+
+
+def make_params(tokenizer: Tokenizer | None, sampling: Mapping[str, Any]) -> SamplingParams:
+    """Checked sampling parameters; a single stop string and bad words as text are welcome.
+
+    Raises:
+        InvalidRequest: for an unknown name or a value out of range.
+    """
+    names = {f.name for f in fields(SamplingParams)}
+    unknown = sorted(set(sampling) - names)
+    if unknown:
+        raise InvalidRequest(
+            f"unknown parameter {unknown[0]!r}; there are: {', '.join(sorted(names))}"
+        )
+    values = dict(sampling)
+    if isinstance(values.get("stop"), str):
+        values["stop"] = (values["stop"],)
+    for name in ("stop", "stop_token_ids", "processors"):
+        if name in values:
+            values[name] = tuple(values[name] or ())
+    if "bad_words" in values:
+        values["bad_words"] = tuple(
+            word for entry in values["bad_words"] or () for word in _bad_word(tokenizer, entry)
+        )
+    return SamplingParams(**values)
+
+
+def prompt_ids(tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool) -> list[int]:
+    """The prompt's ids, the same wherever it comes from."""
+    if tokenizer is not None:
+        return tokenizer.prompt_ids(prompt, raw=raw)
+    if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
+        raise InvalidRequest("a prompt of text needs a tokenizer: pass tokenizer=, or token ids")
+    return [token for token in prompt if isinstance(token, int)]
+
+
+def _bad_word(tokenizer: Tokenizer | None, entry: Any) -> list[tuple[int, ...]]:
+    """Token sequences of a bad word; text is banned at the start of a word and within one."""
+    if not isinstance(entry, str):
+        return [tuple(entry)]
+    if tokenizer is None:
+        raise InvalidRequest("bad_words as text need a tokenizer: give token ids")
+    if not entry.strip():
+        raise InvalidRequest("bad_words must not be empty or blank")
+    spellings = {tuple(tokenizer.encode(text, special=False)) for text in (entry, " " + entry)}
+    return sorted(spellings)
+
+
+def _target(model: Model) -> Target:
+    texts = {} if model.tokenizer is None else model.tokenizer.token_texts
+    return Target(runtime=model.runtime, token_texts=texts, fingerprint=model.fingerprint)

@@ -1,0 +1,241 @@
+"""Decides on the real weights whether a model can run trees and roll back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.runtimes.base import Pass
+from outpace.tree import Tree
+
+if TYPE_CHECKING:
+    from outpace.runtimes.transformers import TransformersRuntime
+
+# Two right computations of one row differ by rounding; a wrong mask or state by far more.
+FLOORS = {torch.float32: 1e-4, torch.float64: 1e-4}
+HALF_FLOOR = 0.1
+NOISE_FACTOR = 10.0
+ROW_STEPS = (1, 2, 4, 8)
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 32, 48, 56, 64)
+CHECK_START = 260  # cached keys of the check: a block of keys has room for branches there
+SINGLE_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheck:
+    """What the check at load found.
+
+    Args:
+        failure: None, or why trees cannot run in this mode.
+        gap: largest difference of a logit between verification and single steps.
+        bit_lossless: whether that difference is zero.
+        noise: relative size of the model's own rounding between different numbers of rows.
+    """
+
+    failure: str | None
+    gap: float
+    bit_lossless: bool
+    noise: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowClass:
+    """Row counts that are multiples of `step`, up to `most`, give each row the same bits.
+
+    `branches` says whether that holds for aligned side branches of a tree too.
+    """
+
+    step: int
+    most: int
+    branches: bool
+
+    def pad(self, rows: int) -> int:
+        """The next allowed row count."""
+        return -(-rows // self.step) * self.step
+
+
+def check_model(runtime: TransformersRuntime) -> SelfCheck:
+    """Verifies a tree, keeps a branch, goes on, and compares with recomputation from scratch.
+
+    The text a b c is cached, then the tree
+
+        d - e - g
+          - f            of which d f is kept, then h and i follow one by one.
+    """
+    a, b, c, d, e, f, g, h, i = _some_tokens(runtime.vocab_size, 9)
+    try:
+        references = [
+            _recompute(runtime, [a, b, c, d, e, g])[-2:],
+            _recompute(runtime, [a, b, c, d, f])[-2:],
+            _recompute(runtime, [a, b, c, d, f, h, i])[-2:],
+        ]
+        fewer_rows = _recompute(runtime, [a, b, c, d])[-1]
+        logits = _tree_logits(runtime, (a, b, c, d, e, f, g, h, i))
+        single = _single_logits(runtime, (a, b, c, d, f))
+    except Exception as error:  # any failure of a model's code means that it cannot run so
+        return SelfCheck(failure=f"{type(error).__name__}: {error}", gap=0.0, bit_lossless=False, noise=0.0)
+    wanted = torch.cat(references)
+    noise = _distance(fewer_rows[None], references[1][:1])
+    floor = FLOORS.get(runtime.dtype, HALF_FLOOR)
+    distance = _distance(logits, wanted)
+    gap = float((logits[3] - single).abs().max())
+    failure = None
+    if not distance <= max(floor, NOISE_FACTOR * noise):
+        failure = f"logits differ from recomputation by {distance:.1e} of their spread"
+    return SelfCheck(failure=failure, gap=gap, bit_lossless=gap == 0.0, noise=noise)
+
+
+def find_row_class(runtime: TransformersRuntime) -> RowClass | None:
+    """The finest step of row counts at which a row's bits depend neither on the count nor on its
+    place, or None.
+
+    A chain runs with every count over the same cached text, and each module's output is compared
+    bit by bit with that of the largest count; then its nodes run one after the other, as plain
+    decoding does. Kernels differ for one row, a few, many, and for what a block of rows leaves
+    over; which counts agree depends on library, CPU and model.
+    """
+    most = ROW_COUNTS[-1]
+    size = min(CHECK_START, runtime.max_context - most - 1)
+    if size < 1:
+        return None
+    tokens = _some_tokens(runtime.vocab_size, size + most)
+    sequence = runtime.open()
+    runtime.forward([Pass(sequence=sequence, tree=Tree.chain(tokens[:size]), rows=[])])
+    runtime.keep(sequence, range(size))
+    chain = tokens[size:]
+    whole = _module_outputs(runtime, sequence, Tree.chain(chain))
+    found = None
+    for step in ROW_STEPS:
+        runtime.row_class = RowClass(step=step, most=most, branches=True)
+        counts = [n for n in ROW_COUNTS if n % step == 0]
+        if all(
+            _starts_equal(whole, _module_outputs(runtime, sequence, Tree.chain(chain[:count])), 0)
+            for count in counts
+        ):
+            branches = _branches_equal_chains(runtime, sequence, chain)
+            found = RowClass(step=step, most=most, branches=branches)
+            break
+    for node in range(SINGLE_STEPS if found else 0):
+        if not _starts_equal(
+            whole, _module_outputs(runtime, sequence, Tree.chain([chain[node]])), node
+        ):
+            found = None
+            break
+        runtime.keep(sequence, [0])
+    runtime.close(sequence)
+    return found
+
+
+def _starts_equal(whole: dict[str, Tensor], part: dict[str, Tensor], at: int) -> bool:
+    """Whether the part's rows have the bits of the whole's rows from `at` on."""
+    return all(torch.equal(whole[name][at : at + len(rows)], rows) for name, rows in part.items())
+
+
+def _branches_equal_chains(
+    runtime: TransformersRuntime, sequence: int, tokens: list[int]
+) -> bool:
+    """Whether each branch of r(a(b) c(d) e(f)), placed aligned, has the bits of a chain alone."""
+    r, a, b, c, d, e, f = tokens[:7]
+    tree = Tree(tokens=[r, a, b, c, d, e, f], parents=[-1, 0, 1, 0, 3, 0, 5])
+    outputs = _module_outputs(runtime, sequence, tree)
+    for first, branch in ((1, [r, a, b]), (3, [r, c, d]), (5, [r, e, f])):
+        alone = _module_outputs(runtime, sequence, Tree.chain(branch))
+        if not _starts_equal(outputs, {name: rows[1:] for name, rows in alone.items()}, first):
+            return False
+    return True
+
+
+def measure_cost(runtime: TransformersRuntime, *, repeats: int = 6) -> float:
+    """Time of a plain step in same-shape mode, divided by that in ordinary mode; the best of each.
+
+    Leaves the runtime in same-shape mode.
+    """
+    tokens = _some_tokens(runtime.vocab_size, min(100, runtime.max_context - 1) + 1)
+    sequence = runtime.open()
+    runtime.forward([Pass(sequence=sequence, tree=Tree.chain(tokens[1:]), rows=[])])
+    runtime.keep(sequence, range(len(tokens) - 1))
+    work = Pass(sequence=sequence, tree=Tree.chain(tokens[:1]), rows=[0])
+    best = {False: math.inf, True: math.inf}
+    for _ in range(repeats):
+        for same_shape in (False, True):
+            runtime.same_shape = same_shape
+            begin = time.perf_counter()
+            float(runtime.forward([work])[0].logits[0, 0])  # reading it waits for the device
+            best[same_shape] = min(best[same_shape], time.perf_counter() - begin)
+    runtime.close(sequence)
+    return best[True] / best[False]
+
+
+def _module_outputs(runtime: TransformersRuntime, sequence: int, tree: Tree) -> dict[str, Tensor]:
+    """Each leaf module's output `[nodes, width]` over a tree."""
+    n = len(tree)
+    outputs: dict[str, Tensor] = {}
+
+    def keep_output(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.dim() == 3 and output.shape[1] >= n:
+                outputs[name] = output[0, :n].clone()
+
+        return hook
+
+    leaves = [(k, m) for k, m in runtime.model.named_modules() if not list(m.children())]
+    handles = [module.register_forward_hook(keep_output(name)) for name, module in leaves]
+    try:
+        runtime.forward([Pass(sequence=sequence, tree=tree, rows=range(n))])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
+
+
+def _tree_logits(runtime: TransformersRuntime, tokens: tuple[int, ...]) -> Tensor:
+    a, b, c, d, e, f, g, h, i = tokens
+    sequence = runtime.open()
+    runtime.forward([Pass(sequence=sequence, tree=Tree.chain([a, b, c]), rows=[])])
+    runtime.keep(sequence, [0, 1, 2])
+    tree = Tree(tokens=[d, e, f, g], parents=[-1, 0, 0, 1])
+    out = runtime.forward([Pass(sequence=sequence, tree=tree, rows=range(4))])[0].logits.float()
+    runtime.keep(sequence, [0, 2])
+    last = [out[1], out[3], out[0], out[2]]
+    for token in (h, i):
+        last.append(_step(runtime, sequence, token))
+    runtime.close(sequence)
+    return torch.stack(last)
+
+
+def _single_logits(runtime: TransformersRuntime, tokens: tuple[int, ...]) -> Tensor:
+    sequence = runtime.open()
+    for token in tokens:
+        row = _step(runtime, sequence, token)
+    runtime.close(sequence)
+    return row
+
+
+def _step(runtime: TransformersRuntime, sequence: int, token: int) -> Tensor:
+    work = Pass(sequence=sequence, tree=Tree.chain([token]), rows=[0])
+    row = runtime.forward([work])[0].logits[0].float()
+    runtime.keep(sequence, [0])
+    return row
+
+
+@torch.inference_mode()
+def _recompute(runtime: TransformersRuntime, tokens: list[int]) -> Tensor:
+    ids = torch.tensor([tokens], device=runtime.device)
+    logits: Tensor = runtime.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+    return logits.float()
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Size of the difference relative to the spread of the logits."""
+    spread = (b - b.mean(dim=-1, keepdim=True)).norm()
+    return float((a - b).norm() / spread.clamp_min(1e-12))
+
+
+def _some_tokens(vocab_size: int, count: int) -> list[int]:
+    return [(7 + 131 * k) % vocab_size for k in range(1, count + 1)]
