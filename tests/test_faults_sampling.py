@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +9,24 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from scripted import draw_tree, play
-from tiny import probs_table
+from scripted import (
+    AlwaysWrong,
+    Bushy,
+    Drawn,
+    HalfRight,
+    Perfect,
+    Script,
+    Scripted,
+    draw_tree,
+    play,
+)
+from tiny import VOCAB, TableRuntime, build, probs_table, random_table, serve, shared
 from torch import Tensor
 
 from outpace.accept import Accepted, accept
 from outpace.errors import InvalidRequest
+from outpace.proposers.base import Method, Step
+from outpace.runtimes.transformers import TransformersRuntime
 from outpace.sampling import Sampler, SamplingParams
 from outpace.tree import Tree
 
@@ -275,3 +286,193 @@ def test_07_the_tree_at_temperature_zero_is_the_oracles() -> None:
         params = SamplingParams(acceptance=acceptance)
         added = play(table, tree_of, seed=0, num=5, params=params, prompt=[5])
         assert [t for step in added for t in step][:5] == right
+
+
+# The same through the engine
+
+
+def deterministic_table(vocab_size: int, successor: dict[int, int]) -> Tensor:
+    table = torch.zeros(vocab_size, vocab_size)
+    for token in range(vocab_size):
+        table[token, successor.get(token, 0)] = 5.0
+    return table
+
+
+# 08: the first drafted token is checked
+
+
+def check_first_token(method: Method | str, *, accepted: int) -> None:
+    table = deterministic_table(10, {9: 3, 3: 7, 7: 7})
+    result = serve(TableRuntime(table), method).generate([9, 9, 9, 9], max_new_tokens=2)
+    assert result.tokens == [3, 7]
+    assert result.stats.drafted >= 1 and result.stats.accepted == accepted
+
+
+@pytest.mark.parametrize("draft", [[9], [9, 9, 9], [9, 3], [7], [3], [3, 9]])
+def test_08_the_first_drafted_token_is_checked(draft: list[int]) -> None:
+    check_first_token(Script(draft), accepted=draft[0] == 3)
+
+
+def test_08_a_repeated_prompt_is_not_repeated_by_lookup() -> None:
+    check_first_token("lookup", accepted=0)
+
+
+def test_08_control_an_unchecked_first_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(tree: Tree, logits: Tensor, sampler: Sampler) -> Accepted:
+        got = accept(tree, logits, sampler)
+        return got if len(tree) == 1 else Accepted([0, 1], got.token)
+
+    monkeypatch.setattr("outpace.engine.accept", unchecked)
+    with pytest.raises(AssertionError):
+        check_first_token(Script([9]), accepted=0)
+
+
+# 09: nothing is lost or doubled at the joints
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("length", [1, 2, 9, 17])
+def test_09_exactly_five_tokens_and_the_first_is_the_one_after_the_prompt(
+    length: int, k: int
+) -> None:
+    table = random_table(16, seed=3)
+    prompt = [(3 * i + 1) % 16 for i in range(length)]
+    right = oracle.greedy(oracle.lookup(table), prompt, max_new_tokens=5).tokens
+    for method in (
+        "plain",
+        "lookup",
+        Perfect(prompt + right, k=k),
+        AlwaysWrong(prompt + right, vocab_size=16, k=k),
+        HalfRight(prompt + right, rights=range(k + 1), vocab_size=16, k=k),
+    ):
+        llm = serve(TableRuntime(table), method)
+        assert llm.generate(prompt, max_new_tokens=5).tokens == right
+        ended = serve(TableRuntime(table), method, eos_ids=[right[0]]).generate(prompt)
+        assert ended.tokens == right[:1] and ended.finish_reason == "stop"
+
+
+def check_audit(tokens: Sequence[int], table: Tensor, last: int) -> None:
+    """Every token is one of the three likeliest after the one before it."""
+    for token in tokens:
+        assert token in table[last].topk(3).indices, f"{token} after {last}"
+        last = token
+
+
+def least_likely(table: Tensor, k: int) -> Scripted:
+    def guess(step: Step, _: int) -> list[int]:
+        tokens = [step.tokens[-1]]
+        for _ in range(k):
+            tokens.append(int(table[tokens[-1]].argmin()))
+        return tokens[1:]
+
+    return Scripted(guess)
+
+
+@pytest.mark.parametrize("acceptance", EXACT)
+def test_09_every_token_fits_its_own_prefix(acceptance: str) -> None:
+    table = random_table(16, seed=3)
+    runtime = TableRuntime(table)
+    mixed = Drawn(random_table(16, seed=4), branching=(2, 2, 1))
+    for method in (least_likely(table, 4), mixed):
+        llm = serve(runtime, method)
+        for seed in range(200):
+            result = llm.generate(
+                [5], max_new_tokens=12, temperature=1.0, top_k=3, seed=seed, acceptance=acceptance
+            )
+            assert len(result.tokens) == 12
+            check_audit(result.tokens, table, 5)
+
+
+def test_09_control_a_lost_or_a_doubled_token_is_caught() -> None:
+    table = random_table(16, seed=3)
+    params: dict[str, Any] = dict(temperature=1.0, top_k=3, seed=0, max_new_tokens=12)
+    tokens = serve(TableRuntime(table)).generate([5], **params).tokens
+    check_audit(tokens, table, 5)
+    lost = [tokens[:i] + tokens[i + 1 :] for i in range(11)]
+    doubled = [tokens[:i] + tokens[i : i + 1] + tokens[i:] for i in range(12)]
+    for wrong in (lost, doubled):
+        caught = 0
+        for text in wrong:
+            try:
+                check_audit(text, table, 5)
+            except AssertionError:
+                caught += 1
+        assert caught > len(wrong) // 2
+
+
+# 05 and 03 on a real model
+
+
+@pytest.mark.parametrize("acceptance", EXACT)
+def test_05_a_tiny_temperature_is_greedy_on_a_real_model(acceptance: str) -> None:
+    llm = serve(shared("llama"))
+    right = llm.generate([1, 2, 3], max_new_tokens=16).tokens
+    for temperature in (1e-4, 1e-6, 1e-9):
+        for method in ("plain", HalfRight([1, 2, 3, *right], rights=[2, 0, 4], vocab_size=VOCAB)):
+            result = llm.with_method(method).generate(
+                [1, 2, 3], max_new_tokens=16, temperature=temperature, acceptance=acceptance, seed=1
+            )
+            assert result.tokens == right
+
+
+# 01: near-ties
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_01_fp32_ids_are_the_oracles_but_for_near_ties(k: int) -> None:
+    model = shared("llama")
+    llm, logits = serve(model), oracle.recompute(model)
+    for start in range(4):
+        prompt = [(start + 7 * i) % VOCAB for i in range(3 + start)]
+        right = oracle.greedy(logits, prompt, max_new_tokens=128)
+        text = prompt + right.tokens
+        for method in (
+            Perfect(text, k=k),
+            HalfRight(text, rights=range(k + 1), vocab_size=VOCAB, k=k),
+            Bushy(text, rights=[k, 1, 2], vocab_size=VOCAB),
+        ):
+            result = llm.with_method(method).generate(prompt, max_new_tokens=128)
+            oracle.assert_same(result.tokens, right)
+
+
+def test_01_control_a_difference_that_is_no_near_tie_is_caught() -> None:
+    right = oracle.greedy(oracle.recompute(shared("llama")), [1, 2, 3], max_new_tokens=16)
+    for i, gap in enumerate(right.gaps):
+        wrong = [*right.tokens]
+        wrong[i] = (wrong[i] + 1) % VOCAB
+        assert gap > oracle.NEAR_TIE
+        with pytest.raises(AssertionError):
+            oracle.assert_same(wrong, right)
+
+
+def bf16_runs(exactness: str) -> list[tuple[list[int], list[int], list[int]]]:
+    """Prompt, plain decoding's ids and a tree method's ids, of one bf16 model."""
+    model = build("llama", dtype=torch.bfloat16)
+    runtime = TransformersRuntime(model, exactness=exactness)
+    runs = []
+    for start in range(6):
+        prompt = [(start + 7 * i) % VOCAB for i in range(3 + start)]
+        plain = serve(runtime).generate(prompt, max_new_tokens=64).tokens
+        text = prompt + plain
+        for method in (
+            HalfRight(text, rights=[3, 0, 5, 1], vocab_size=VOCAB, k=6),
+            Bushy(text, rights=[2, 1], vocab_size=VOCAB),
+        ):
+            got = serve(runtime, method).generate(prompt, max_new_tokens=64).tokens
+            runs.append((prompt, plain, got))
+    return runs
+
+
+def test_01_bf16_differs_first_at_a_near_tie_only() -> None:
+    logits = oracle.recompute(build("llama", dtype=torch.bfloat16))
+    for prompt, plain, got in bf16_runs("ordinary"):
+        first = next((i for i in range(64) if plain[i] != got[i]), None)
+        if first is not None:
+            row = np.sort(logits(prompt + plain[:first]))[::-1]
+            # Eight bits of significand, and a few roundings on the way to the logits.
+            assert row[0] - row[1] <= 8 * 2.0**-8 * max(1.0, abs(row[0]))
+
+
+def test_01_bf16_with_same_shape_forwards_does_not_differ_at_all() -> None:
+    for _, plain, got in bf16_runs("same-shape"):
+        assert got == plain

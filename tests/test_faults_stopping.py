@@ -362,7 +362,7 @@ def test_21_a_long_run_of_invalid_bytes_does_not_stall_the_stream() -> None:
     pieces = list(speaking(data, 0).stream(PROMPT, max_new_tokens=len(data)))
     assert "".join(piece.text for piece in pieces).endswith("end")
     delivered = [i for i, piece in enumerate(pieces) if piece.text]
-    assert len(delivered) > 20, "text was held back"
+    assert delivered[:2] == [0, 1] and len(delivered) >= 4, "text was held back"
 
 
 def test_21_control_decoding_token_by_token_breaks_characters() -> None:

@@ -31,8 +31,8 @@ from outpace.tree import Tree
 
 EXACTNESS = ("auto", "same-shape", "ordinary")
 MAX_NODES = 256
-TRIAL_ROWS = RowClass(step=1, most=ROW_COUNTS[-1], branches=True)
-FIXED_ROWS = RowClass(step=8, most=8, branches=False)  # where no range of row counts has the same bits
+TRIAL_ROWS = RowClass(step=1, most=ROW_COUNTS[-1], branches=True, batches=True)
+FIXED_ROWS = RowClass(step=8, most=8, branches=False, batches=False)  # where no range of row counts has the same bits
 SAME_SHAPE_MAX_COST = 1.15  # the default in half precision only where it costs at most this
 KEY_STEP = 64
 FIRST_BUCKET = 256
@@ -208,10 +208,12 @@ class TransformersRuntime(Runtime):
             self._check_pass(work)
         if self.mode == "paths":
             outputs = [self._forward_paths(work) for work in batch]
-        elif self.same_shape:  # another batch would be another shape
-            outputs = [out for work in batch for out in self._forward_trees([work])]
         else:
-            outputs = self._forward_trees(batch)
+            found: dict[int, Output] = {}
+            for group in self._groups(batch):
+                for work, output in zip(group, self._forward_trees(group), strict=True):
+                    found[work.sequence] = output
+            outputs = [found[work.sequence] for work in batch]
         for work in batch:
             self._sequences[work.sequence].running = work
         return outputs
@@ -224,6 +226,27 @@ class TransformersRuntime(Runtime):
             raise ValueError(
                 f"position {start + max(tree.depths)} is past the context of {self.max_context}"
             )
+
+    def _groups(self, batch: Sequence[Pass]) -> list[list[Pass]]:
+        """The batch in parts that run together; same-shape forwards mix no lengths of keys."""
+        if not self.same_shape:
+            return [list(batch)]
+        groups: list[list[Pass]] = []
+        key = None
+        for work in sorted(batch, key=self._shape):
+            shape = self._shape(work)
+            rows = self.row_class.pad(max(len(w.tree) for w in [work, *(groups or [[]])[-1]]))
+            full = bool(groups) and (len(groups[-1]) + 1) * rows > self.row_class.most
+            if not groups or shape != key or full or not self.row_class.batches:
+                groups.append([])
+                key = shape
+            groups[-1].append(work)
+        return groups
+
+    def _shape(self, work: Pass) -> tuple[bool, int]:
+        """Prefill or decode, and the number of keys that a same-shape pass reads."""
+        start = len(self._sequences[work.sequence].tokens)
+        return bool(work.rows), self._bucket(start + self._reach)
 
     def _forward_trees(self, batch: Sequence[Pass]) -> list[Output]:
         trees = [work.tree for work in batch]
@@ -411,7 +434,7 @@ class TransformersRuntime(Runtime):
         self.same_shape, self.row_class = True, TRIAL_ROWS
         self.row_class = find_row_class(self) or FIXED_ROWS
         self.max_nodes = self.row_class.most
-        self.same_shape_cost = measure_cost(self)
+        self.same_shape_cost = measure_cost(self, enough=SAME_SHAPE_MAX_COST)
         if exactness == "auto" and self.same_shape_cost > SAME_SHAPE_MAX_COST:
             self.same_shape, self.max_nodes = False, MAX_NODES
             if notice is not None:

@@ -1,0 +1,102 @@
+"""What the benchmark scripts share: prompts, provenance, the margin at a divergence."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.llm import LLM
+from outpace.runtimes.base import Pass
+from outpace.sampling import Sampler, SamplingParams
+from outpace.tree import Tree
+
+
+def read_prompts(path: Path, limit: int) -> list[dict[str, str]]:
+    """`limit` prompts of a JSONL file with `turns` or `prompt`, taken from its categories in turn.
+
+    Gives dicts with `category` and `prompt` (the first turn).
+    """
+    groups: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            entry = json.loads(line)
+            prompt = entry["turns"][0] if "turns" in entry else entry["prompt"]
+            groups.setdefault(entry.get("category", "all"), []).append(prompt)
+    rounds = max(len(group) for group in groups.values())
+    spread = [
+        {"category": name, "prompt": group[i]}
+        for i in range(rounds)
+        for name, group in groups.items()
+        if i < len(group)
+    ]
+    return spread[:limit]
+
+
+def provenance(llm: LLM) -> dict[str, Any]:
+    """Command, commit, versions, machine and model of a run."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        cpu = names[0].split(":")[1].strip() if names else cpu
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit,
+        "versions": {
+            name: metadata.version(name) for name in ("outpace", "torch", "transformers", "numpy")
+        },
+        "python": platform.python_version(),
+        "machine": {"cpu": cpu, "threads": torch.get_num_threads()},
+        "model": llm.info(),
+    }
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first differing token; None when the sequences are equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def margin(llm: LLM, text: Sequence[int], num_prompt: int, params: SamplingParams) -> float:
+    """By how much the target's own next token after `text` beats the second one.
+
+    In units of the score that decides: the logit when greedy, log-weight plus noise when sampled.
+    """
+    runtime = llm.model.runtime
+    sequence = runtime.open()
+    try:
+        while len(runtime.tokens(sequence)) < len(text) - 1:
+            tree = runtime.next_chunk(sequence, text[:-1])
+            runtime.forward([Pass(sequence=sequence, tree=tree, rows=[])])
+            runtime.keep(sequence, range(len(tree)))
+        work = Pass(sequence=sequence, tree=Tree.chain(text[-1:]), rows=[0])
+        logits = runtime.forward([work])[0].logits[0]
+    finally:
+        runtime.close(sequence)
+    sampler = Sampler(
+        params,
+        prompt=text[:num_prompt],
+        seed=params.seed or 0,
+        vocab_size=runtime.vocab_size,
+        device=runtime.device,
+    )
+    sampler.commit(text[num_prompt:])
+    scores = sampler.process(logits, [])
+    noise = sampler.noise(len(text))
+    if noise is not None:
+        scores = scores + noise.to(scores.device)
+    best = torch.topk(scores, 2).values
+    return float(best[0] - best[1])
