@@ -99,7 +99,9 @@ def main() -> None:
     torch.manual_seed(0)
     for name in ("plain", "lookup", "lookahead", "combined"):
         milliseconds, rate, nodes = per_step(METHODS[name]())
-        print(f"{name:10} {milliseconds:.3f} ms/step, {rate:.2f} tokens/step, {nodes:.1f} candidates")
+        print(
+            f"{name:10} {milliseconds:.3f} ms/step, {rate:.2f} tokens/step, {nodes:.1f} candidates"
+        )
 
 
 if __name__ == "__main__":

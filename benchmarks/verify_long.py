@@ -101,7 +101,11 @@ def main() -> int:
     for name, other in methods(llm, args.methods.split(","), args.draft or args.model).items():
         for temperature in map(float, args.temperatures.split(",")):
             entries = report["runs"].setdefault(f"{name} T={temperature:g}", [])
-            sampling = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "seed": 7}
+            sampling = {
+                "max_new_tokens": args.max_new_tokens,
+                "temperature": temperature,
+                "seed": 7,
+            }
             while len(entries) < len(prompts):
                 part = prompts[len(entries) : len(entries) + args.batch]
                 entries.extend(compare(llm, other, part, sampling, tolerance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -106,6 +107,34 @@ class Bushy(Scripted):
                 parents += [node, len(tokens) - 3, node]
                 node = len(tokens) - 1
             return Tree(tokens=tokens, parents=parents)
+
+        super().__init__(guess)
+
+
+class RandomTrees(Scripted):
+    """Trees of any shape, some nodes right and some wrong, the last few of them scratch."""
+
+    def __init__(self, *texts: Sequence[int], vocab_size: int, max_nodes: int = 12) -> None:
+        def guess(step: Step, number: int) -> Tree:
+            rng = random.Random(len(step.tokens) * 1000 + number)
+            size = rng.randint(1, min(max_nodes, step.max_nodes))
+            candidates = rng.randint(1, size)
+            following = _following(texts, step.tokens, size)
+            tokens, parents, depths = [step.tokens[-1]], [-1], [0]
+            while len(tokens) < size:
+                parent = rng.randrange(min(len(tokens), candidates))
+                depth = depths[parent] + 1
+                if depth > step.max_depth:
+                    break
+                right = depth <= len(following) and rng.random() < 0.7
+                tokens.append(following[depth - 1] if right else rng.randrange(vocab_size))
+                parents.append(parent)
+                depths.append(depth)
+            candidates = min(candidates, len(tokens))
+            rows = rng.randint(0, len(tokens) - candidates)
+            return Tree(
+                tokens=tokens, parents=parents, num_candidates=candidates, num_scratch_rows=rows
+            )
 
         super().__init__(guess)
 

@@ -13,7 +13,6 @@ import torch
 from scripted import AlwaysWrong, Bushy, Drawn, HalfRight, Perfect
 from tiny import (
     VOCAB,
-    PlannedRuntime,
     TableRuntime,
     byte_tokenizer,
     probs_table,

@@ -436,7 +436,7 @@ def test_40_unknown_settings_are_errors() -> None:
 
 
 def test_40_min_tokens_beyond_the_budget_is_an_error() -> None:
-    with pytest.raises(InvalidRequest, match="min_tokens 5 .*max_new_tokens 4"):
+    with pytest.raises(InvalidRequest, match=r"min_tokens 5 .*max_new_tokens 4"):
         SamplingParams(min_tokens=5, max_new_tokens=4)
 
 

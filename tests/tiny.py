@@ -341,7 +341,7 @@ class PlannedRuntime(TableRuntime):
 
 
 def byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One token a byte: id i is byte i, or with fewer than 256 tokens the characters from "0" on."""
+    """One token a byte: id i is byte i; with fewer than 256 tokens, from "0" on."""
     alphabet = bytes_to_unicode()
     first = 0 if vocab_size == 256 else ord("0")
     vocab = {alphabet[first + i]: i for i in range(vocab_size)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from outpace.errors import (
     IncompatibleModels,
     InvalidCheckpoint,
@@ -12,6 +14,11 @@ from outpace.errors import (
     OutpaceError,
     UnsupportedModel,
 )
+
+if TYPE_CHECKING:
+    from outpace.llm import LLM, Choice, Piece, Result, load
+    from outpace.sampling import SamplingParams
+    from outpace.stats import Stats
 
 __version__ = "0.1.0"
 

@@ -366,10 +366,14 @@ class Engine:
         for node, token in zip(accepted.path, tokens, strict=False):
             row = torch.log_softmax(output.logits[node].float(), dim=-1)
             top = torch.topk(row, count) if count else None
-            best = [] if top is None else zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            best = (
+                [] if top is None else zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            )
             entries.append(TokenLogprob(token, float(row[token]), list(best)))
         return entries
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

@@ -107,7 +107,9 @@ class LLM:
         engine: shared with other LLMs on the same weights; by default a new one.
     """
 
-    def __init__(self, model: Model, method: Method, *, engine: _SharedEngine | None = None) -> None:
+    def __init__(
+        self, model: Model, method: Method, *, engine: _SharedEngine | None = None
+    ) -> None:
         self.model = model
         self.method = method
         self._engine = engine or _SharedEngine(

@@ -302,9 +302,7 @@ def _nucleus_border(x: Tensor, top_p: float) -> Tensor:
     return values[min(inside, k) - 1]
 
 
-def _check(
-    name: str, value: float, low: float, high: float, *, low_open: bool = False
-) -> None:
+def _check(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     ok = ok and math.isfinite(value) and low <= value <= high and not (low_open and value == low)
     if not ok:
@@ -322,4 +320,6 @@ def _check_int(
     ok = isinstance(value, int) and not isinstance(value, bool)
     if not ok or value < low or (high is not None and value > high):  # type: ignore[operator]
         upper = "" if high is None else f" and at most {high}"
-        raise InvalidRequest(f"{name} must be a whole number of at least {low}{upper}, not {value!r}")
+        raise InvalidRequest(
+            f"{name} must be a whole number of at least {low}{upper}, not {value!r}"
+        )

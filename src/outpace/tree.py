@@ -56,7 +56,9 @@ class Tree:
             object.__setattr__(self, "num_candidates", n)
         m = self.num_candidates
         if not 1 <= m <= n or not 0 <= self.num_scratch_rows <= n - m:
-            raise ValueError(f"{m} candidates and {self.num_scratch_rows} scratch rows of {n} nodes")
+            raise ValueError(
+                f"{m} candidates and {self.num_scratch_rows} scratch rows of {n} nodes"
+            )
         depths = [0] * n
         for i in range(1, n):
             parent = self.parents[i]

@@ -61,7 +61,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         have_slots, _, have, _ = self.keys.shape
         if slots <= have_slots and capacity <= have:
             return
-        slots, capacity = max(slots, have_slots), max(capacity, have)
+        slots = max(slots, have_slots)
+        capacity = have if capacity <= have else max(capacity, 2 * have)  # copied log n times
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros(slots, old.shape[1], capacity, old.shape[3])

@@ -81,7 +81,9 @@ def check_model(runtime: TransformersRuntime) -> SelfCheck:
         logits = _tree_logits(runtime, (a, b, c, d, e, f, g, h, i))
         single = _single_logits(runtime, (a, b, c, d, f))
     except Exception as error:  # any failure of a model's code means that it cannot run so
-        return SelfCheck(failure=f"{type(error).__name__}: {error}", gap=0.0, bit_lossless=False, noise=0.0)
+        return SelfCheck(
+            failure=f"{type(error).__name__}: {error}", gap=0.0, bit_lossless=False, noise=0.0
+        )
     wanted = torch.cat(references)
     noise = _distance(fewer_rows[None], references[1][:1])
     floor = FLOORS.get(runtime.dtype, HALF_FLOOR)
@@ -144,9 +146,7 @@ def _starts_equal(whole: dict[str, Tensor], part: dict[str, Tensor], at: int) ->
     return all(torch.equal(whole[k][at : at + len(part[k])], part[k]) for k in shared)
 
 
-def _branches_equal_chains(
-    runtime: TransformersRuntime, sequence: int, tokens: list[int]
-) -> bool:
+def _branches_equal_chains(runtime: TransformersRuntime, sequence: int, tokens: list[int]) -> bool:
     """Whether each branch of r(a(b) c(d) e(f)), placed aligned, has the bits of a chain alone."""
     r, a, b, c, d, e, f = tokens[:7]
     tree = Tree(tokens=[r, a, b, c, d, e, f], parents=[-1, 0, 1, 0, 3, 0, 5])
@@ -197,9 +197,7 @@ def measure_cost(runtime: TransformersRuntime, *, enough: float, repeats: int = 
     return best[True] / best[False]
 
 
-def _module_outputs(
-    runtime: TransformersRuntime, trees: dict[int, Tree]
-) -> dict[str, Tensor]:
+def _module_outputs(runtime: TransformersRuntime, trees: dict[int, Tree]) -> dict[str, Tensor]:
     """Each leaf module's output `[nodes, width]` over the sequences' trees, one after the other."""
     sizes = [len(tree) for tree in trees.values()]
     outputs: dict[str, Tensor] = {}

