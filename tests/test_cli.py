@@ -129,7 +129,7 @@ def test_options_match_what_the_library_takes() -> None:
     assert sampling == {f.name for f in fields(SamplingParams)} - PYTHON_ONLY
 
 
-PYTHON_ONLY = {"processors", "methods"}  # functions and objects have no spelling in a shell
+PYTHON_ONLY = {"processors", "methods", "choices"}  # functions and objects have no spelling in a shell
 
 
 def test_help_pages_in_the_docs_are_current() -> None:
@@ -222,7 +222,7 @@ def test_every_sampling_option_is_in_the_table_above() -> None:
             "draft --draft small --num-draft-tokens 3 --min-confidence 0",
             {"draft": "small", "num_tokens": 3, "min_confidence": 0.0},
         ),
-        ("medusa --heads folder", {"heads": "folder"}),
+        ("medusa --heads folder --num-heads 2", {"heads": "folder", "num_heads": 2}),
         ("combined", {}),
     ],
 )

@@ -86,23 +86,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         unlimited = math.inf
-        _check_int("max_new_tokens", self.max_new_tokens, 0, optional=True)
-        _check("temperature", self.temperature, 0.0, unlimited)
-        _check_int("top_k", self.top_k, 0)
-        _check("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, unlimited, low_open=True)
-        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_int("min_tokens", self.min_tokens, 0)
-        _check_int("seed", self.seed, 0, 2**64 - 1, optional=True)
-        _check_int("n", self.n, 1)
-        _check_int("logprobs", self.logprobs, 0, 100, optional=True)
-        _check("typical_threshold", self.typical_threshold, 0.0, 1.0)
-        _check("typical_alpha", self.typical_alpha, 0.0, unlimited)
+        check_int("max_new_tokens", self.max_new_tokens, 0, optional=True)
+        check_number("temperature", self.temperature, 0.0, unlimited)
+        check_int("top_k", self.top_k, 0)
+        check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, unlimited, low_open=True)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_int("min_tokens", self.min_tokens, 0)
+        check_int("seed", self.seed, 0, 2**64 - 1, optional=True)
+        check_int("n", self.n, 1)
+        check_int("logprobs", self.logprobs, 0, 100, optional=True)
+        check_number("typical_threshold", self.typical_threshold, 0.0, 1.0)
+        check_number("typical_alpha", self.typical_alpha, 0.0, unlimited)
         for token, bias in self.logit_bias.items():
-            _check_int("a logit_bias id", token, 0)
-            _check("a logit_bias value", bias, -unlimited, unlimited)
+            check_int("a logit_bias id", token, 0)
+            check_number("a logit_bias value", bias, -unlimited, unlimited)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequest("stop must be non-empty strings; leave it out to have none")
         if any(len(word) == 0 for word in self.bad_words):
@@ -135,7 +135,7 @@ class SamplingParams:
         }
         for name, tokens in named.items():
             for token in tokens:
-                _check_int(f"an id in {name}", token, 0, vocab_size - 1)
+                check_int(f"an id in {name}", token, 0, vocab_size - 1)
 
 
 class Sampler:
@@ -163,6 +163,7 @@ class Sampler:
         self.params = params
         self.seed = seed
         self.vocab_size = vocab_size
+        self.device = torch.device(device)
         self.tokens = list(prompt)
         self.num_prompt = len(self.tokens)
         self._end_ids = list(end_ids)
@@ -199,13 +200,14 @@ class Sampler:
             if self._counts is not None:
                 self._counts[token] += 1.0
 
-    def process(self, logits: Tensor, path: Sequence[int]) -> Tensor:
+    def process(self, logits: Tensor, path: Sequence[int], *, drafting: bool = False) -> Tensor:
         """The logits whose softmax is the target's distribution, in fp32; banned tokens at -inf.
 
         Args:
             logits: `[vocab]` raw logits of one node, any dtype; not changed.
             path: the tokens between the committed text and the token to be chosen: the node's
                 ancestors without the root, and the node itself.
+            drafting: the row is a draft's, which the user's processors do not see.
         """
         params = self.params
         x = logits.to(torch.float32, copy=True)
@@ -226,7 +228,7 @@ class Sampler:
         if self._masks_end:
             if len(self.tokens) - self.num_prompt + len(path) < params.min_tokens:
                 x[self._end_ids] = -math.inf
-        for processor in params.processors:
+        for processor in () if drafting else params.processors:
             x = processor([*self.tokens, *path], x)
         if params.greedy:
             return x
@@ -302,7 +304,7 @@ def _nucleus_border(x: Tensor, top_p: float) -> Tensor:
     return values[min(inside, k) - 1]
 
 
-def _check(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+def check_number(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     ok = ok and math.isfinite(value) and low <= value <= high and not (low_open and value == low)
     if not ok:
@@ -312,7 +314,7 @@ def _check(name: str, value: float, low: float, high: float, *, low_open: bool =
         raise InvalidRequest(f"{name} must be {allowed}, not {value!r}")
 
 
-def _check_int(
+def check_int(
     name: str, value: int | None, low: int, high: int | None = None, *, optional: bool = False
 ) -> None:
     if value is None and optional:

@@ -90,6 +90,7 @@ LOADING = _section(
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "draft": ("draft",),
     "heads": ("medusa",),
+    "num_heads": ("medusa",),
     "num_tokens": ("draft", "lookup"),
     "min_confidence": ("draft",),
     "max_ngram": ("lookup",),
@@ -112,6 +113,7 @@ METHOD = _section(
     ),
     _option("--draft", type=Text(), help="draft: the small model, named like --model."),
     _option("--heads", type=Text(), help="medusa: the folder with trained heads."),
+    _option("--num-heads", type=int, help="medusa: use so many of the heads."),
     _option(
         "--num-draft-tokens",
         "num_tokens",

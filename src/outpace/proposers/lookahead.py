@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from outpace.proposers.base import Method, Proposer
-from outpace.sampling import _check_int
+from outpace.sampling import check_int
 from outpace.tree import Tree
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class Lookahead(Method):
     num_guesses: int = 5
 
     def __post_init__(self) -> None:
-        _check_int("window_size", self.window_size, 1)
-        _check_int("ngram_size", self.ngram_size, 2)
-        _check_int("num_guesses", self.num_guesses, 1)
+        check_int("window_size", self.window_size, 1)
+        check_int("ngram_size", self.ngram_size, 2)
+        check_int("num_guesses", self.num_guesses, 1)
 
     def start(self) -> Proposer:
         return LookaheadProposer(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from outpace.proposers.base import Method, Proposer
-from outpace.sampling import _check_int
+from outpace.sampling import check_int
 from outpace.tree import Tree
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class Lookup(Method):
     num_branches: int = 8
 
     def __post_init__(self) -> None:
-        _check_int("max_ngram", self.max_ngram, 1)
-        _check_int("min_ngram", self.min_ngram, 1, self.max_ngram)
-        _check_int("num_tokens", self.num_tokens, 1)
-        _check_int("num_branches", self.num_branches, 1)
+        check_int("max_ngram", self.max_ngram, 1)
+        check_int("min_ngram", self.min_ngram, 1, self.max_ngram)
+        check_int("num_tokens", self.num_tokens, 1)
+        check_int("num_branches", self.num_branches, 1)
 
     def start(self) -> Proposer:
         return LookupProposer(self)

