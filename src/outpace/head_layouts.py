@@ -168,12 +168,13 @@ def _read_fasterdecoding(
 ) -> Stored:
     """{h}.{l}.linear.weight and .bias, and {h}.{L}.weight unless its version is 2."""
     num_layers = config.size("medusa_num_layers")
-    first = tensors.get("0.0.linear.weight")
-    square = first is not None and first.dim() == 2 and first.shape[0] == first.shape[1]
+    hidden_size, first = runtime.hidden_size, tensors.get("0.0.linear.weight")
+    if first is not None and first.dim() == 2 and first.shape[0] == first.shape[1]:
+        hidden_size = first.shape[0]
     return Stored(
         file=file,
         shape={
-            "hidden_size": first.shape[0] if square else runtime.hidden_size,
+            "hidden_size": hidden_size,
             "vocab_size": runtime.vocab_size,
             "num_heads": config.size("medusa_num_heads"),
             "num_layers": num_layers,
@@ -259,7 +260,7 @@ def checked_map(token_map: Tensor, vocab_size: int) -> Tensor:
     if token_map.dim() == 1 and token_map.dtype in (torch.int32, torch.int64) and len(token_map):
         ids = token_map.long()
         inside = 0 <= int(ids.min()) and int(ids.max()) < vocab_size
-        if inside and len(ids.unique()) == len(ids):
+        if inside and len(set(ids.tolist())) == len(ids):
             return ids
     raise InvalidRequest(f"token_map must be a row of distinct ids from 0 to {vocab_size - 1}")
 

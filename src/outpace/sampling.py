@@ -274,7 +274,7 @@ def gumbel(seed: int, position: int, size: int, *, stream: int = TOKEN_STREAM) -
     bits = _philox(seed, position, stream).random_raw((size + 1) // 2).view(np.uint32)[:size]
     # v is small where the exponential is small, where its relative precision decides the race.
     v = torch.from_numpy((bits.astype(np.float64) + 0.5).astype(np.float32)) * 2.0**-32
-    return -torch.log(-torch.log1p(-v))
+    return -torch.log(-torch.log1p(-v.clamp_max_(1.0 - 2.0**-24)))  # rounding to 1 would ban it
 
 
 def uniforms(seed: int, position: int, size: int, *, stream: int) -> list[float]:

@@ -15,7 +15,7 @@ from outpace.heads import MedusaHeads, check_target
 from outpace.heads import load as load_heads
 from outpace.proposers.base import Method, Proposer
 from outpace.runtimes.base import Runtime
-from outpace.sampling import _check_int
+from outpace.sampling import check_int
 from outpace.tree import Tree
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Medusa(Method):
     def __post_init__(self) -> None:
         heads = self.heads
         check_target(heads.hidden_size, heads.vocab_size, self.runtime)
-        _check_int("num_heads", self.num_heads, 1, optional=True)
-        _check_int("num_nodes", self.num_nodes, 1)
+        check_int("num_heads", self.num_heads, 1, optional=True)
+        check_int("num_nodes", self.num_nodes, 1)
         num_heads = heads.num_heads if self.num_heads is None else self.num_heads
         if num_heads > heads.num_heads:
             raise InvalidRequest(
@@ -156,7 +156,9 @@ class MedusaProposer(Proposer):
             rows = {node: row if heads.dependent else 0 for row, node in enumerate(inner)}
             logits = heads.head(i, inputs, project=self._project)
             best = logits.topk(1 + max(choice[-1] for choice in level), dim=-1).indices
-            columns = best[[rows[choice[:-1]] for choice in level], [choice[-1] for choice in level]]
+            columns = best[
+                [rows[choice[:-1]] for choice in level], [choice[-1] for choice in level]
+            ]
             tokens, above = heads.tokens(columns), level
             found.append(tokens)
             order.extend(level)
@@ -200,6 +202,6 @@ def _with_parents(choices: Sequence[Sequence[int]]) -> list[Choice]:
             raise InvalidRequest("choices contain an empty one, which would be the root")
         for depth in range(1, len(choice) + 1):
             for rank in choice:
-                _check_int("a rank in choices", rank, 0)
+                check_int("a rank in choices", rank, 0)
             tree[tuple(choice[:depth])] = None
     return list(tree)

@@ -138,7 +138,7 @@ class TransformersRuntime(Runtime):
         self.same_shape = False
         self.mode = "tree"
         self.max_nodes = MAX_NODES
-        self.self_check = self._check()
+        self.self_check = self.check_number()
         self.row_class = FIXED_ROWS
         self.same_shape_cost: float | None = None
         self._choose_shape(exactness, notice)
@@ -446,7 +446,7 @@ class TransformersRuntime(Runtime):
                     "ones are used, so near-ties may fall differently (--exactness same-shape)"
                 )
 
-    def _check(self) -> SelfCheck:
+    def check_number(self) -> SelfCheck:
         failures = []
         for mode in ("tree", "paths"):
             if mode == "tree" and not self._takes_positions:
