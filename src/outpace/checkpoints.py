@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from outpace.errors import InvalidCheckpoint, MissingExtra
+from outpace.errors import InvalidCheckpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SAMPLE = 4096  # bytes of each tensor that a fingerprint reads, at its start and end
+SAMPLE = 2048  # numbers of each tensor that a fingerprint reads, at its start and end
+MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+MAX_ENTRIES = 1 << 22  # of a list in a GGUF header; vocabularies and merges stay far below
+MAX_DIMS = 4
+SCALARS = dict(enumerate("BbHhIif?")) | dict(zip((10, 11, 12), "Qqd", strict=True))
 
 
 def check_folder(folder: Path) -> None:
@@ -58,10 +64,10 @@ def check_safetensors(file: Path) -> None:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(length, size)))
+            header = json.loads(stream.read(min(length, MAX_HEADER)))
         ends = [x["data_offsets"][1] for name, x in header.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise InvalidCheckpoint(f"{file} has no safetensors header: {error}") from error
     if size != expected:
         raise InvalidCheckpoint(
@@ -70,44 +76,124 @@ def check_safetensors(file: Path) -> None:
         )
 
 
-def check_gguf(file: Path) -> None:
-    """Compares the tensors of a GGUF file with the size of the file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFHeader:
+    """What a GGUF file says about itself.
+
+    Args:
+        metadata: key -> number, bool, text, or a list of them.
+        types: name of a number format -> how many matrices are stored in it.
+    """
+
+    metadata: dict[str, Any]
+    types: dict[str, int]
+
+
+def read_gguf(file: Path) -> GGUFHeader:
+    """Reads the header of a GGUF file and checks its counts and tensors against the file's size.
 
     Raises:
-        InvalidCheckpoint: when it is truncated or no GGUF file.
-        MissingExtra: when the package that reads GGUF is absent.
+        InvalidCheckpoint: when it is truncated, broken or no GGUF file.
     """
     try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingExtra(
-            "GGUF files need the package gguf: pip install 'outpace[gguf]'"
-        ) from error
-    with file.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise InvalidCheckpoint(f"{file} is no GGUF file")
-    try:
-        reader = GGUFReader(file)
-        end = max((t.data_offset + t.n_bytes for t in reader.tensors), default=0)
-    except (ValueError, IndexError, KeyError, OSError) as error:
+        with file.open("rb") as stream:
+            return _GGUFReader(stream, size=file.stat().st_size).header()
+    except (ValueError, struct.error, MemoryError) as error:
         raise InvalidCheckpoint(
-            f"{file} is truncated or broken ({error}): copy or download it again"
+            f"{file} is truncated or no GGUF file ({error}): copy or download it again"
         ) from error
-    if not reader.tensors or end > file.stat().st_size:
-        raise InvalidCheckpoint(f"{file} ends before its tensors do: copy or download it again")
+
+
+class _GGUFReader:
+    """The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3."""
+
+    def __init__(self, stream: BinaryIO, *, size: int) -> None:
+        self._stream = stream
+        self._size = size
+
+    def header(self) -> GGUFHeader:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        if self._take(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version, num_tensors, num_keys = self._unpack("IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is neither 2 nor 3")
+        metadata = {self._text(): self._value(*self._unpack("I")) for _ in self._range(num_keys)}
+        types: dict[str, int] = {}
+        end = 0
+        for _ in self._range(num_tensors):
+            name, num_dims = self._text(), *self._unpack("I")
+            shape = self._unpack(f"{min(num_dims, MAX_DIMS)}Q")
+            number, offset = self._unpack("IQ")
+            if num_dims > MAX_DIMS or number not in iter(GGMLQuantizationType):
+                raise ValueError(f"tensor {name} has {num_dims} dimensions, number format {number}")
+            block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
+            end = max(end, offset + math.prod(shape) // block * num_bytes)
+            if num_dims > 1:
+                kind = GGMLQuantizationType(number).name
+                types[kind] = types.get(kind, 0) + 1
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"alignment {alignment}")
+        start = -(-self._stream.tell() // alignment) * alignment
+        if not types or start + end > self._size:
+            raise ValueError(f"its tensors end at byte {start + end} of {self._size}")
+        return GGUFHeader(metadata=metadata, types=types)
+
+    def _take(self, count: int) -> bytes:
+        if count > self._size - self._stream.tell():
+            raise ValueError(f"it ends before byte {self._stream.tell() + count}")
+        return self._stream.read(count)
+
+    def _unpack(self, fields: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{fields}", self._take(struct.calcsize(f"<{fields}")))
+
+    def _text(self) -> str:
+        return self._take(*self._unpack("Q")).decode("utf-8", "replace")
+
+    def _range(self, count: int) -> range:
+        # a wrong count must not keep a loop busy
+        if count > min(MAX_ENTRIES, self._size - self._stream.tell()):
+            raise ValueError(f"it has a list of {count} entries")
+        return range(count)
+
+    def _value(self, kind: int) -> Any:
+        if kind == 8:
+            return self._text()
+        if kind == 9:
+            entry, count = self._unpack("IQ")
+            if entry == 8:
+                return [self._text() for _ in self._range(count)]
+            return list(self._unpack(f"{len(self._range(count))}{_scalar(entry)}"))
+        return self._unpack(_scalar(kind))[0]
+
+
+def _scalar(kind: int) -> str:
+    if kind not in SCALARS:
+        raise ValueError(f"it holds a value of the unknown kind {kind}")
+    return SCALARS[kind]
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Identifies weights by name, shape, dtype and a sample of the bytes of each tensor."""
+    """Identifies weights by name, shape and a sample of each tensor in bfloat16.
+
+    The same base has the same fingerprint in float32 and bfloat16. Of tensors with one content,
+    as tied ones have, only the last name counts.
+    """
     import torch
 
+    names: dict[tuple[tuple[int, ...], bytes], str] = {}
+    for name, tensor in tensors:
+        flat = tensor.detach().flatten()
+        sample = torch.cat([flat[:SAMPLE], flat[-SAMPLE:]]).cpu()
+        if sample.is_floating_point():
+            sample = sample.to(torch.bfloat16)
+        key = tuple(tensor.shape), sample.view(torch.uint8).numpy().tobytes()
+        names[key] = max(name, names.get(key, ""))
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().contiguous().flatten()
-        count = max(SAMPLE // flat.element_size(), 1)
-        for part in (flat[:count], flat[-count:]):
-            digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for (shape, content), name in sorted(names.items(), key=lambda item: item[1]):
+        digest.update(f"{name} {shape}".encode() + content)
     return digest.hexdigest()[:32]
 
 
@@ -119,5 +205,5 @@ def file_key(file: Path, **context: Any) -> str:
     with file.open("rb") as stream:
         for at in range(0, size, max(size // 64, 1)):
             stream.seek(at)
-            digest.update(stream.read(SAMPLE))
+            digest.update(stream.read(4096))
     return digest.hexdigest()[:16]

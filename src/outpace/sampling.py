@@ -100,13 +100,27 @@ class SamplingParams:
         check_int("logprobs", self.logprobs, 0, 100, optional=True)
         check_number("typical_threshold", self.typical_threshold, 0.0, 1.0)
         check_number("typical_alpha", self.typical_alpha, 0.0, unlimited)
+        _check_items("logit_bias", self.logit_bias, Mapping, "ids and numbers")
         for token, bias in self.logit_bias.items():
-            check_int("a logit_bias id", token, 0)
-            check_number("a logit_bias value", bias, -unlimited, unlimited)
+            check_int("an id in logit_bias", token, 0)
+            check_number("a value in logit_bias", bias, -unlimited, unlimited)
+        _check_items("stop", self.stop, (tuple, list), "strings")
         if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidRequest("stop must be non-empty strings; leave it out to have none")
-        if any(len(word) == 0 for word in self.bad_words):
-            raise InvalidRequest("bad_words must be non-empty token sequences")
+            raise InvalidRequest("stop must hold non-empty strings; leave it out to have none")
+        _check_items("stop_token_ids", self.stop_token_ids, (tuple, list), "token ids")
+        if any(not isinstance(token, int) for token in self.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids must hold token ids, not {self.stop_token_ids!r}")
+        _check_items("bad_words", self.bad_words, (tuple, list), "token sequences")
+        for word in self.bad_words:
+            ids = isinstance(word, (tuple, list)) and all(isinstance(t, int) for t in word)
+            if not ids or not word:
+                raise InvalidRequest(f"bad_words must hold non-empty token sequences, not {word!r}")
+        _check_items("processors", self.processors, (tuple, list), "callables")
+        if not all(callable(processor) for processor in self.processors):
+            raise InvalidRequest("processors must hold callables only")
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_tokens {self.min_tokens} is more than max_new_tokens {self.max_new_tokens}"
@@ -232,6 +246,8 @@ class Sampler:
             x = processor([*self.tokens, *path], x)
         if params.greedy:
             return x
+        if not bool(torch.isfinite(x.max())):
+            return x  # NaN, or every token banned: the rules of acceptance say so
         x = (x - x.max()) / params.temperature
         if 0 < params.top_k < x.numel():
             x = _keep_at_least(x, torch.topk(x, params.top_k).values[-1])
@@ -302,6 +318,11 @@ def _nucleus_border(x: Tensor, top_p: float) -> Tensor:
         if inside <= k:
             break
     return values[min(inside, k) - 1]
+
+
+def _check_items(name: str, value: object, kind: type | tuple[type, ...], content: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name} must be a collection of {content}, not {value!r}")
 
 
 def check_number(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

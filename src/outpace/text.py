@@ -1,36 +1,44 @@
-"""Text to ids and back: prompts and chat templates, streaming detokeniser, stop strings."""
+"""Text and token ids: prompts to ids, ids to streamed text, stop strings."""
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import InvalidCheckpoint, InvalidRequest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from outpace.sampling import SamplingParams
 
-REPLACEMENT = "\ufffd"
-MAX_HELD = 3  # an incomplete UTF-8 sequence is at most three bytes, and a token at least one
-MAX_WINDOW = 16
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_HELD = 4  # an incomplete UTF-8 sequence spans fewer tokens than this
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """A tokenizer of transformers with the prompt rules of outpace.
+    """A tokenizer of transformers, with one way from prompts to ids and one from ids to text.
 
     Args:
-        inner: a loaded tokenizer.
+        inner: loaded; it is not changed.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+        from tokenizers.decoders import ByteLevel
+
         self.inner = inner
-        self._token_texts: dict[int, str] | None = None
-        self._special = set(inner.all_special_ids)
+        self._backend: Any = getattr(inner, "backend_tokenizer", None)
+        self._byte_level = isinstance(getattr(self._backend, "decoder", None), ByteLevel)
+        self._spellings: dict[int, bytes | None] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Reads the tokenizer of a model folder.
+        """The tokenizer of a model's folder.
 
         Raises:
             InvalidCheckpoint: when its files are missing or broken.
@@ -38,22 +46,21 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(folder))
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).splitlines()[0]
-            raise InvalidCheckpoint(f"no usable tokenizer in {folder}: {reason}") from error
+            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise InvalidCheckpoint(
+                f"the tokenizer in {folder} cannot be read: {_first_line(error)}"
+            ) from error
 
-    @property
+    @cached_property
     def token_texts(self) -> dict[int, str]:
-        """Token id -> its own string in the vocabulary."""
-        if self._token_texts is None:
-            self._token_texts = {i: text for text, i in self.inner.get_vocab().items()}
-        return self._token_texts
+        """id -> the token's own string in the vocabulary, added tokens included."""
+        return {token: text for text, token in self.inner.get_vocab().items()}
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """One more than the largest id that has a text."""
-        return max(self.token_texts) + 1
+        """One more than the largest id; a model's vocabulary may be padded beyond it."""
+        return max(self.token_texts, default=-1) + 1
 
     @property
     def eos_ids(self) -> list[int]:
@@ -61,186 +68,283 @@ class Tokenizer:
         return [] if self.inner.eos_token_id is None else [int(self.inner.eos_token_id)]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of text as it stands; with `special` the tokenizer's own BOS rule applies."""
-        return list(self.inner.encode(text, add_special_tokens=special))
+        """The ids of a text; special tokens that it spells out become these tokens.
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ids without special tokens; ids beyond the vocabulary give nothing."""
-        known = [t for t in tokens if t in self.token_texts and t not in self._special]
-        text: str = self.inner.decode(
-            known, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation by the chat template, ready for the assistant's answer.
+        Args:
+            text: any valid Unicode.
+            special: whether the tokenizer adds the tokens that open a text (BOS).
 
         Raises:
-            InvalidRequest: for malformed messages, or when the model has no chat template.
+            InvalidRequest: for text that is not valid Unicode.
         """
-        if not self.inner.chat_template:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
             raise InvalidRequest(
-                "the model has no chat template, so it takes no messages: pass text, with raw "
-                "(--raw) to continue it as it stands"
-            )
-        for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise InvalidRequest(f"a message needs role and content, not {message!r}")
-            if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-                raise InvalidRequest(f"role and content of a message must be text: {message!r}")
+                f"the text is not valid Unicode: a lone surrogate stands at index {error.start}"
+            ) from error
+        ids: list[int] = self.inner(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation, up to where the assistant's answer starts.
+
+        BOS stands exactly once where the tokenizer uses it, whether or not the template writes it.
+
+        Args:
+            messages: each with the strings `role` and `content`; other keys go to the template.
+
+        Raises:
+            InvalidRequest: when there is no template, or it cannot render the messages.
+        """
         from jinja2 import TemplateError
 
+        if not self.inner.chat_template:
+            raise InvalidRequest(
+                "the model has no chat template for messages: give the prompt as text, "
+                "which is then continued as it stands (--raw)"
+            )
+        for index, message in enumerate(messages):
+            _check_message(index, message)
         try:
             text = self.inner.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-        ids = self.encode(text, special=False)
-        bos = self.inner.bos_token_id
-        while bos is not None and ids[:2] == [bos, bos]:
-            del ids[0]
-        return ids
+            raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
+        ids = self.encode(str(text), special=False)
+        bos = self._bos
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def prompt_ids(
-        self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], *, raw: bool
+        self, prompt: str | Sequence[Mapping[str, str]] | Sequence[int], *, raw: bool
     ) -> list[int]:
-        """The ids of a prompt, the same for library, command line and server.
+        """The ids of a prompt, the same for the library, the command line and the server.
 
-        Text is one user message where the model has a chat template and `raw` is off; a list is
-        chat messages or ids.
+        Args:
+            prompt: text (one user message where there is a chat template, unless `raw`), messages,
+                or ids, which are taken as they are.
+            raw: text is continued as it stands.
 
         Raises:
-            InvalidRequest: for an empty or malformed prompt.
+            InvalidRequest: for a prompt that is empty, malformed, or needs a missing template.
         """
+        ids: list[int] = []
         if isinstance(prompt, str):
-            chat = not raw and bool(self.inner.chat_template)
-            ids = (
-                self.encode_chat([{"role": "user", "content": prompt}])
-                if chat and prompt
-                else self.encode(prompt)
-            )
-        elif prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            ids = [int(t) for t in prompt]  # type: ignore[call-overload]
-        elif prompt:
-            ids = self.encode_chat(prompt)  # type: ignore[arg-type]
+            if raw or not self.inner.chat_template:
+                ids = self.encode(prompt)
+            elif prompt:
+                ids = self.encode_chat([{"role": "user", "content": prompt}])
+        elif not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+            raise InvalidRequest(f"a prompt is text, messages or ids, not {type(prompt).__name__}")
+        elif all(type(token) is int for token in prompt):
+            ids = [token for token in prompt if isinstance(token, int)]
+        elif not any(isinstance(message, Mapping) for message in prompt):
+            raise InvalidRequest("a prompt that is a list holds either messages or integer ids")
+        elif raw:
+            raise InvalidRequest("messages need the chat template: raw is for text only")
         else:
-            ids = []
+            ids = self.encode_chat(prompt)  # type: ignore[arg-type]
         if not ids:
-            raise InvalidRequest("the prompt is empty: give at least one token")
+            raise InvalidRequest("the prompt is empty: give at least one character or token")
         return ids
 
+    @cached_property
+    def _bos(self) -> int | None:
+        """The BOS token, if the tokenizer opens a plain text with it."""
+        bos: int | None = self.inner.bos_token_id
+        opens = bos is not None and self.encode("a")[:1] == [bos]
+        return bos if opens and self.encode("a", special=False)[:1] != [bos] else None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ids, with U+FFFD for bytes that are not UTF-8.
+
+        Special tokens and ids that the tokenizer does not know stand for no text.
+        """
+        stream = Detokenizer(self)
+        return "".join([*(stream.push(token) for token in tokens), stream.flush()])
+
     def stream(self, params: SamplingParams) -> TextStream:
-        """The text of one completion as it grows, with its stop strings."""
+        """The text of a request's output, token by token."""
         return TextStream(self, params)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text: all that are flagged, named or not."""
+        if self._backend is None:
+            return frozenset(self.inner.all_special_ids)
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    def spelling(self, token: int) -> bytes | None:
+        """The bytes that a known token always stands for; None where neighbours have a say."""
+        if token not in self._spellings:
+            self._spellings[token] = self._spell(token)
+        return self._spellings[token]
+
+    def _spell(self, token: int) -> bytes | None:
+        text = self.token_texts[token]
+        if self._byte_level:  # a token with a foreign character is an added one, written plainly
+            table = _byte_alphabet()
+            return bytes(table[c] for c in text) if table.keys() >= set(text) else text.encode()
+        byte = _BYTE_TOKEN.fullmatch(text)
+        return bytes.fromhex(byte[1]) if byte and self.join([token]) != text else None
+
+    def join(self, tokens: Sequence[int]) -> str:
+        """The decoder's own text of ids, special tokens included."""
+        decoder = self.inner if self._backend is None else self._backend
+        options = {"clean_up_tokenization_spaces": False} if self._backend is None else {}
+        return str(decoder.decode(list(tokens), skip_special_tokens=False, **options))
 
 
 class Detokenizer:
-    """Turns ids into text one by one, and never emits half a character.
+    """Turns one sequence's ids into text as they come.
 
-    Each push decodes the ids since the last but one clean border, so that a tokenizer's rule for
-    the first space of a text does not strike in the middle of it.
+    All pieces and `flush()` together are the text of all ids. No piece holds a part of a
+    character: bytes that may still become one are held back, at most three of them. Bytes that
+    are not UTF-8 become U+FFFD, one for each maximal part of a character, as Unicode recommends.
 
     Args:
-        tokenizer: decodes the ids.
+        tokenizer: whose ids are pushed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []
-        self._pending: list[int] = []
-        self._emitted = ""  # of the text of context and pending, what was given out
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._last: list[int] = []  # the token before, which decides on spaces between the two
+        self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """Appends an id and gives the text that no later id can change."""
-        self._pending.append(token)
-        text = self._tokenizer.decode([*self._context, *self._pending])
-        if text.endswith(REPLACEMENT):
-            if len(self._pending) <= MAX_HELD:
-                return ""
-            if len(self._pending) < MAX_WINDOW:  # only the last character may still be completed
-                return self._emit(text[:-1])
-        piece = self._emit(text)
-        self._context, self._pending = self._pending, []
-        self._emitted = self._tokenizer.decode(self._context)
-        return piece
+        """The text that is certain now and was not before."""
+        if token in self._tokenizer.special_ids or token not in self._tokenizer.token_texts:
+            return ""
+        spelling = self._tokenizer.spelling(token)
+        if spelling is None:
+            return self._utf8.decode(b"", final=True) + self._push_whole(token)
+        text = self._release()
+        if spelling == b" " and not self._last:  # some decoders drop the space that opens a text
+            spelling = self._tokenizer.join([token]).encode()
+        self._last = [token]
+        return text + self._utf8.decode(spelling)
 
     def flush(self) -> str:
-        """What is held back; bytes that are no character become U+FFFD."""
-        if not self._pending:
-            return ""
-        text = self._tokenizer.decode([*self._context, *self._pending])
-        piece = self._emit(text)
-        self._pending = []
-        return piece
+        """What was held back; the sequence ends here."""
+        return self._release() + self._utf8.decode(b"", final=True)
 
-    def _emit(self, text: str) -> str:
-        piece = text[len(self._emitted) :]
-        self._emitted = max(self._emitted, text, key=len)
-        return piece
+    def _push_whole(self, token: int) -> str:
+        """The text of a token whose bytes are not known, as the decoder adds it to its context."""
+        self._held.append(token)
+        if self._text_of_held().endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
+            return ""
+        return self._release()
+
+    def _release(self) -> str:
+        if not self._held:
+            return ""
+        text = self._text_of_held()
+        self._last, self._held = self._held[-1:], []
+        return text
+
+    def _text_of_held(self) -> str:
+        before = self._tokenizer.join(self._last)
+        return self._tokenizer.join(self._last + self._held)[len(before) :]
 
 
 class StopStrings:
-    """Finds the earliest of several strings in text that comes in pieces.
+    """Finds the first stop string in a text that comes in pieces.
+
+    The one that is complete first wins, of several that end together the longest. How the text is
+    cut into pieces changes nothing.
 
     Args:
-        strings: what to look for; none finds nothing.
-        include: leave the string that was found in the text.
+        stops: non-empty strings.
+        include: whether the stop string stays in the text.
     """
 
-    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
-        self._strings = strings
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = stops
         self._include = include
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """The text that is certain now, and whether a string was found (then nothing follows)."""
-        text = self._held + piece
-        hits = [(at, s) for s in self._strings if (at := text.find(s)) >= 0]
-        if hits:
-            at, found = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            self._held = ""
-            return text[: at + len(found) if self._include else at], True
-        held = max((_overlap(text, s) for s in self._strings), default=0)
-        cut = len(text) - held
+    def push(self, piece: str, *, search: bool = True) -> tuple[str, bool]:
+        """The text that is certain now, and whether a stop string ends it (then nothing follows).
+
+        Args:
+            piece: continues the text.
+            search: without it, a stop string that ends within this piece is passed over.
+        """
+        text, new = self._held + piece, len(self._held)
+        if search:
+            starts = [(text.find(stop, max(new - len(stop) + 1, 0)), stop) for stop in self._stops]
+            if hits := [(at + len(stop), at) for at, stop in starts if at >= 0]:
+                end, at = min(hits)
+                self._held = ""
+                return text[: end if self._include else at], True
+        cut = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[cut:]
         return text[:cut], False
 
     def flush(self) -> str:
-        """What was held back as a possible beginning."""
+        """The beginning of a stop string that never came to its end."""
         held, self._held = self._held, ""
         return held
 
 
 class TextStream:
-    """One completion's text: detokenised, cut at stop strings, which wait for `min_tokens`."""
+    """The text of one request's output: detokenised, cut at the first stop string.
+
+    A stop string counts when a token behind the first `min_tokens` completes it.
+
+    Args:
+        tokenizer: whose ids are pushed.
+        params: `stop`, `include_stop` and `min_tokens` are read.
+    """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(params.stop, include=params.include_stop)
-        self._num_free = params.min_tokens - 1 if params.stop else 0
         self.stopped = False
+        self._tokens = Detokenizer(tokenizer)
+        self._stops = StopStrings(params.stop, include=params.include_stop)
+        self._unsearched = params.min_tokens
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain; sets `stopped` when it completes a stop."""
-        piece = self._detokenizer.push(token)
-        if self._num_free > 0:
-            self._num_free -= 1
-            return piece
-        text, self.stopped = self._stops.push(piece)
+        """The text that is certain now; `stopped` tells whether this token completed a stop."""
+        piece = self._tokens.push(token)
+        text, self.stopped = self._stops.push(piece, search=self._unsearched <= 0)
+        self._unsearched -= 1
         return text
 
     def flush(self) -> str:
-        """The rest of the text; nothing behind a stop string."""
+        """What was held back, unless a stop string cut it off."""
         if self.stopped:
             return ""
-        text, self.stopped = self._stops.push(self._detokenizer.flush())
-        return text if self.stopped else text + self._stops.flush()
+        text, _ = self._stops.push(self._tokens.flush(), search=False)
+        return text + self._stops.flush()
 
 
-def _overlap(text: str, string: str) -> int:
-    """Length of the longest end of `text` that begins `string`."""
-    for size in range(min(len(text), len(string) - 1), 0, -1):
-        if text.endswith(string[:size]):
+def _check_message(index: int, message: Any) -> None:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"message {index} is not a mapping with role and content")
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            raise InvalidRequest(f"message {index} needs the string {key!r}")
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` goes on from."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
             return size
     return 0
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters in which byte-level vocabularies write bytes (GPT-2)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    return {char: byte for byte, char in alphabet.items()}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

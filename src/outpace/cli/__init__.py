@@ -194,4 +194,4 @@ def _readable(name: str, value: Any) -> str:
         return ", ".join(f"{key} {part}" for key, part in value.items())
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

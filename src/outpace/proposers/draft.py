@@ -29,7 +29,7 @@ class Draft(Method):
     """Proposes what another model with the same vocabulary would write (2211.17192, 2302.01318).
 
     Args:
-        runtime: the draft's.
+        runtime: the draft's; a same-shape one would rewind by whole chunks, at a price.
         num_ids: ids from here on are padding and never proposed; None: all of the draft's are real.
         num_tokens: longest chain.
         num_branches: children of each node of the chain, of which the first one is continued.
@@ -59,7 +59,9 @@ class Draft(Method):
 
     @classmethod
     def load(cls, target: Target, **options: Any) -> Draft:
-        """The method with the option `draft`: a model's name, folder or GGUF file.
+        """The method with the option `draft`: a model's name, folder or GGUF file, or a runtime.
+
+        A runtime is taken at its word: it has no texts to compare.
 
         Raises:
             InvalidRequest: when `draft` is missing.
@@ -67,11 +69,13 @@ class Draft(Method):
         """
         from outpace.models import load_model  # here, as it brings transformers along
 
-        name = options.pop("draft", None)
-        if name is None:
+        draft = options.pop("draft", None)
+        if draft is None:
             raise InvalidRequest("method draft needs draft: the small model's name or folder")
+        if isinstance(draft, Runtime):
+            return cls(runtime=draft, **options)
         # Its bits decide acceptance only, and ordinary forwards rewind by single tokens.
-        model = load_model(name, device=str(target.runtime.device), exactness="ordinary")
+        model = load_model(draft, device=str(target.runtime.device), exactness="ordinary")
         texts = {} if model.tokenizer is None else model.tokenizer.token_texts
         check_vocabulary(target.token_texts, texts)
         num_ids = 1 + min(max(target.token_texts), max(texts))
@@ -102,7 +106,7 @@ class DraftProposer(Proposer):
         if num_tokens > 0 and text:
             logits = self._catch_up(text)
             while growth.grow(logits) and len(growth.path) < num_tokens:
-                logits = self._forward(Tree.chain(growth.path[-1:]), rows=[0])
+                logits = self._forward(Tree.chain(growth.path[-1:]), rows=[0])[0]
         return growth.tree()
 
     def close(self) -> None:
@@ -135,16 +139,16 @@ class DraftProposer(Proposer):
             chunk = runtime.next_chunk(self._sequence, text)
             num_cached += len(chunk)
             if num_cached == len(text):
-                return self._forward(chunk, rows=[len(chunk) - 1])
+                return self._forward(chunk, rows=[len(chunk) - 1])[0]
             self._forward(chunk, rows=[])
 
     def _forward(self, chain: Tree, *, rows: list[int]) -> Tensor:
-        """Caches a chain and gives the logits `[vocab]` of the row asked for, if any."""
+        """Caches a chain and gives the logits `[rows, vocab]` asked for."""
         assert self._sequence is not None
         runtime = self.method.runtime
         output = runtime.forward([Pass(sequence=self._sequence, tree=chain, rows=rows)])[0]
         runtime.keep(self._sequence, range(len(chain)))
-        return output.logits[-1] if rows else output.logits
+        return output.logits
 
 
 class _Growth:
@@ -162,7 +166,7 @@ class _Growth:
         self._num_spare = num_spare
         self._tokens, self._parents = [step.tokens[-1]], [-1]
         self._node = 0
-        self._rows: dict[int, Tensor] = {}
+        self._draft_probs: dict[int, Tensor] = {}  # by node, each [vocab]
 
     def grow(self, logits: Tensor) -> bool:
         """Adds children by the draft's logits `[vocab]`; False where the draft stops.
@@ -174,23 +178,23 @@ class _Growth:
         weights = self._weights(logits)
         if not math.isfinite(float(weights.max())):
             return False  # all that the draft could say is banned
-        probs = torch.softmax(weights, dim=-1)
-        if method.min_confidence > 0.0 and float(probs.max()) < method.min_confidence:
+        least = method.min_confidence
+        if least > 0.0 and float(torch.softmax(weights, dim=-1).max()) < least:
             return False
+        stream = TOKEN_STREAM
+        if sampler.params.acceptance == "rejection" and not sampler.params.greedy:
+            stream = DRAFT_STREAM
+            self._draft_probs[self._node] = torch.softmax(weights, dim=-1).cpu()
         width = min(method.num_branches, 1 + self._num_spare)
         if width > 1:
             width = min(width, int(torch.isfinite(weights).sum()))
         self._num_spare -= width - 1
-        noise = sampler.noise(
-            self._position, stream=DRAFT_STREAM if self._draws_freely else TOKEN_STREAM
-        )
+        noise = sampler.noise(self._position, stream=stream)
         for _ in range(width):  # Gumbel-max again and again draws without replacement
             token = draw(weights, noise)
             weights[token] = -math.inf
             self._tokens.append(token)
             self._parents.append(self._node)
-        if self._draws_freely:
-            self._rows[self._node] = probs.cpu()
         self._node = len(self._tokens) - width
         self.path.append(self._tokens[self._node])
         self._position += 1
@@ -199,16 +203,11 @@ class _Growth:
     def tree(self) -> Tree:
         """What has grown, with q where children were drawn from it."""
         draft_probs = None
-        if self._rows:
+        if self._draft_probs:
             draft_probs = torch.zeros(len(self._tokens), self._sampler.vocab_size)
-            for node, probs in self._rows.items():
+            for node, probs in self._draft_probs.items():
                 draft_probs[node] = probs
         return Tree(tokens=self._tokens, parents=self._parents, draft_probs=draft_probs)
-
-    @property
-    def _draws_freely(self) -> bool:
-        params = self._sampler.params
-        return params.acceptance == "rejection" and not params.greedy
 
     def _weights(self, logits: Tensor) -> Tensor:
         """Processed like the target's, as wide as the target's; padding at -inf."""

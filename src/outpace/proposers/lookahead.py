@@ -12,6 +12,8 @@ from outpace.sampling import check_int
 from outpace.tree import Tree
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outpace.proposers.base import Outcome, Step
 
 
@@ -40,6 +42,7 @@ class Lookahead(Method):
             even one does not fit into half of it or where the window would pass the context's end.
         ngram_size: tokens of an n-gram (N of the paper).
         num_guesses: n-grams kept and proposed for a first token, latest first (G of the paper).
+        num_tokens: longest guess: an n-gram goes on with the latest one of its last token.
 
     Raises:
         InvalidRequest: naming the field and its range.
@@ -50,11 +53,13 @@ class Lookahead(Method):
     window_size: int = 5
     ngram_size: int = 3
     num_guesses: int = 5
+    num_tokens: int = 6
 
     def __post_init__(self) -> None:
         check_int("window_size", self.window_size, 1)
         check_int("ngram_size", self.ngram_size, 2)
         check_int("num_guesses", self.num_guesses, 1)
+        check_int("num_tokens", self.num_tokens, 1)
 
     def start(self) -> Proposer:
         return LookaheadProposer(self)
@@ -65,42 +70,43 @@ class LookaheadProposer(Proposer):
 
     def __init__(self, method: Lookahead) -> None:
         self.method = method
-        self._pool: dict[int, dict[tuple[int, ...], None]] = {}
+        self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> the rest, latest last
         self._num_pooled = 0
         self._columns: list[list[int]] = []  # each from row 0 down
 
     def propose(self, step: Step) -> Tree:
-        method, tokens = self.method, step.tokens
+        method, root = self.method, step.tokens[-1]
         if not self._columns:
-            self._columns = _first_columns(tokens, method.window_size, method.ngram_size - 1)
-        for end in range(max(self._num_pooled + 1, method.ngram_size), len(tokens) + 1):
-            self._pool_ngram(tokens[end - method.ngram_size : end])
-        self._num_pooled = len(tokens)
-
+            self._columns = _first_columns(step.tokens, method.window_size, method.ngram_size - 1)
+        self._pool_text(step.tokens)
         num_rows = method.ngram_size - 1
         width = min(method.window_size, (step.max_nodes - 1) // 2 // num_rows)
         if method.window_size + num_rows - 1 > step.max_depth:
             width = 0
-        guesses = list(self._pool.get(tokens[-1], ()))[::-1]
-        tree = Tree.from_paths(
-            tokens[-1],
-            [guess[: step.max_depth] for guess in guesses],
-            max_nodes=step.max_nodes - width * num_rows,
-        )
-        if width == 0:
-            return tree
-        width = min(method.window_size, (step.max_nodes - len(tree)) // num_rows)
-        return self._with_window(tree, width)
+        max_candidates = step.max_nodes - width * num_rows
+        tree = Tree.from_paths(root, self._guesses(root, step.max_depth), max_nodes=max_candidates)
+        if width > 0:  # what the candidates left over is the window's
+            width = min(method.window_size, (step.max_nodes - len(tree)) // num_rows)
+            tree = self._with_window(tree, width)
+        return tree
 
     def observe(self, outcome: Outcome) -> None:
-        width = outcome.tree.num_scratch_rows
-        if width == 0:
-            return
-        ends = outcome.output.logits[-width:].argmax(dim=-1).tolist()
-        for i, end in enumerate(ends):
-            ngram = [*self._columns[i], end]
+        if not outcome.tokens:
+            return  # prefill reads no logits
+        tree, said = outcome.tree, _likeliest(outcome.output.logits)
+        for node in sorted(set(range(1, tree.num_candidates)) - set(outcome.path)):
+            self._pool_ngram([tree.tokens[node], said[node]])
+        for i, token in enumerate(said[tree.num_candidates :]):
+            ngram = [*self._columns[i], token]
             self._pool_ngram(ngram)
             self._columns[i] = ngram[1:]
+
+    def _pool_text(self, tokens: Sequence[int]) -> None:
+        """Pools the n-grams that end in new tokens."""
+        size = self.method.ngram_size
+        for end in range(max(self._num_pooled + 1, size), len(tokens) + 1):
+            self._pool_ngram(tokens[end - size : end])
+        self._num_pooled = len(tokens)
 
     def _pool_ngram(self, ngram: Sequence[int]) -> None:
         guesses = self._pool.setdefault(ngram[0], {})
@@ -109,6 +115,18 @@ class LookaheadProposer(Proposer):
         guesses[guess] = None
         if len(guesses) > self.method.num_guesses:
             del guesses[next(iter(guesses))]
+
+    def _guesses(self, root: int, max_depth: int) -> list[list[int]]:
+        """What the pool has for `root`, latest first, then the same with their continuations."""
+        pool, depth = self._pool, min(self.method.num_tokens, max_depth)
+        guesses = [list(guess) for guess in reversed(pool.get(root, {}))]
+        longer = []
+        for guess in guesses:
+            path = list(guess)
+            while len(path) < depth and path[-1] in pool:
+                path += next(reversed(pool[path[-1]]))
+            longer.append(path)
+        return [path[:depth] for path in guesses + longer]
 
     def _with_window(self, tree: Tree, width: int) -> Tree:
         """The tree with the first `width` columns of the window as scratch."""
@@ -122,6 +140,13 @@ class LookaheadProposer(Proposer):
             num_candidates=first,
             num_scratch_rows=width,
         )
+
+
+def _likeliest(logits: Tensor) -> list[int]:
+    """The argmax of each row of `[rows, vocab]`; on the CPU numpy's is ten times as fast."""
+    if logits.device.type != "cpu":
+        return [int(token) for token in logits.argmax(dim=-1).tolist()]
+    return [int(token) for token in logits.float().numpy().argmax(axis=-1)]
 
 
 def _first_columns(tokens: Sequence[int], width: int, num_rows: int) -> list[list[int]]:

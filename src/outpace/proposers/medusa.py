@@ -172,8 +172,8 @@ class MedusaProposer(Proposer):
 def default_choices(num_heads: int, num_nodes: int, *, width: int) -> list[Choice]:
     """The likeliest nodes below the root, `num_nodes - 1` of them at most, best first.
 
-    A path is as likely as the product of a rough prior of its guesses: 0.65 for the best one of
-    head 0, three quarters of it a head further down, and rank r with (r + 1) ** -1.5.
+    A path is as likely as the product of a rough prior of its guesses: 0.6 for the best one of
+    head 0, 0.85 times as much each head further down, and (r + 1) ** -2 times that at rank r.
 
     Args:
         num_heads: deepest node.
@@ -187,9 +187,9 @@ def default_choices(num_heads: int, num_nodes: int, *, width: int) -> list[Choic
         choices.append(choice)
         depth, rank = len(choice), choice[-1]
         if depth < num_heads:
-            heapq.heappush(waiting, (weight * 0.65 * 0.75**depth, (*choice, 0)))
+            heapq.heappush(waiting, (weight * 0.6 * 0.85**depth, (*choice, 0)))
         if rank + 1 < width:
-            ratio = ((rank + 1) / (rank + 2)) ** 1.5
+            ratio = ((rank + 1) / (rank + 2)) ** 2
             heapq.heappush(waiting, (weight * ratio, (*choice[:-1], rank + 1)))
     return choices
 

@@ -47,7 +47,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
-        self.pending: tuple[Tensor, Tensor] | None = None
+        self.pending: dict[int, tuple[Tensor, Tensor]] = {}  # by slot, paths that ran
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Starts with no room; `reserve` makes it."""
@@ -77,7 +77,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         plan = self.plan
         if plan.num_paths:
-            self.pending = (key_states, value_states)
+            self.pending[plan.slots[0]] = (key_states, value_states)
             self.reserve(plan.slots[0] + 1, plan.starts[0])
             return self._appended(self.keys, key_states), self._appended(self.values, value_states)
         self.reserve(max(plan.slots) + 1, plan.length)
@@ -101,9 +101,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def commit_pending(self, slot: int, start: int, path: int, count: int) -> None:
         """Caches the first `count` nodes of a path that ran in the batch."""
-        if self.pending is None:
+        if slot not in self.pending:
             return
-        keys, values = self.pending
+        keys, values = self.pending.pop(slot)
         self.reserve(slot + 1, start + count)
         self.keys[slot, :, start : start + count] = keys[path, :, :count]
         self.values[slot, :, start : start + count] = values[path, :, :count]
@@ -150,14 +150,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.plan = plan
         for layer in self.layers:
             layer.plan = plan
-            layer.pending = None
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copies a slot's cached keys and values into another slot."""
-        for layer in self.layers:
-            if layer.is_initialized and length:
-                layer.keys[target, :, :length] = layer.keys[source, :, :length]
-                layer.values[target, :, :length] = layer.values[source, :, :length]
 
     def num_bytes(self) -> int:
         """Bytes of all keys and values, used or free."""

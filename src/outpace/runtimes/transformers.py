@@ -14,11 +14,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outpace.errors import InvalidRequest, UnsupportedModel
+from outpace.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from outpace.runtimes.base import Output, Pass, Runtime
 from outpace.runtimes.cache import Plan, SlotCache
 from outpace.runtimes.guard import (
-    ROW_COUNTS,
     RowClass,
     SelfCheck,
     check_model,
@@ -31,10 +30,6 @@ from outpace.tree import Tree
 
 EXACTNESS = ("auto", "same-shape", "ordinary")
 MAX_NODES = 256
-TRIAL_ROWS = RowClass(step=1, most=ROW_COUNTS[-1], branches=True, batches=True)
-FIXED_ROWS = RowClass(
-    step=8, most=8, branches=False, batches=False
-)  # where no range of row counts has the same bits
 SAME_SHAPE_MAX_COST = 1.15  # the default in half precision only where it costs at most this
 KEY_STEP = 64
 FIRST_BUCKET = 256
@@ -56,6 +51,9 @@ def load_pretrained(
         dtype: None takes the checkpoint's own.
         device: where the weights go.
         attn_implementation: None lets transformers choose.
+
+    Raises:
+        InvalidCheckpoint: naming a tensor that is missing or has another shape than the model.
     """
     options: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype}
     if attn_implementation is not None:
@@ -64,7 +62,17 @@ def load_pretrained(
         options["gguf_file"] = gguf_file
         if hasattr(transformers, "GgufConfig"):  # without it, a GGUF file is always dequantised
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    # transformers fills missing tensors with random numbers
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    for cause, names in (
+        ("lacks", info["missing_keys"]),
+        ("has the wrong shape for", {name for name, *_ in info["mismatched_keys"]}),
+    ):
+        if names:
+            first = ", ".join(sorted(names)[:3])
+            raise InvalidCheckpoint(f"{folder} {cause} {len(names)} of its tensors: {first}")
     return model.to(device) if not getattr(model, "hf_device_map", None) else model
 
 
@@ -138,8 +146,8 @@ class TransformersRuntime(Runtime):
         self.same_shape = False
         self.mode = "tree"
         self.max_nodes = MAX_NODES
-        self.self_check = self.check_number()
-        self.row_class = FIXED_ROWS
+        self.self_check = self._check_model()
+        self.row_class: RowClass
         self.same_shape_cost: float | None = None
         self._choose_shape(exactness, notice)
 
@@ -264,7 +272,7 @@ class TransformersRuntime(Runtime):
             state.places = where
         need = max(starts) + 1 + max(max(where) for where in places)
         if self.same_shape and decoding:
-            need = max(starts) + self._reach
+            need = max(need, max(starts) + self._reach)
         length = self._num_keys(need)
         plan = Plan([state.slot for state in states], starts, places, length)
         ids = [tree.tokens + [tree.tokens[0]] * (rows - len(tree)) for tree in trees]
@@ -434,9 +442,17 @@ class TransformersRuntime(Runtime):
                 f"{self.class_name} runs trees as paths, whose shapes vary: use exactness "
                 "ordinary, with dtype float32 where near-ties matter"
             )
-        self.same_shape, self.row_class = True, TRIAL_ROWS
-        self.row_class = find_row_class(self) or FIXED_ROWS
-        self.max_nodes = self.row_class.most
+        self.same_shape = True
+        found = find_row_class(self)
+        if found is None:
+            why = f"the bits of {self.class_name}'s rows depend on the rows beside them"
+            if exactness == "same-shape":
+                raise UnsupportedModel(f"{why}, in every shape tried: use exactness ordinary")
+            self.same_shape = False
+            if notice is not None:
+                notice(f"{why}: near-ties may fall differently than in plain decoding")
+            return
+        self.row_class, self.max_nodes = found, found.most
         self.same_shape_cost = measure_cost(self, enough=SAME_SHAPE_MAX_COST)
         if exactness == "auto" and self.same_shape_cost > SAME_SHAPE_MAX_COST:
             self.same_shape, self.max_nodes = False, MAX_NODES
@@ -446,7 +462,7 @@ class TransformersRuntime(Runtime):
                     "ones are used, so near-ties may fall differently (--exactness same-shape)"
                 )
 
-    def check_number(self) -> SelfCheck:
+    def _check_model(self) -> SelfCheck:
         failures = []
         for mode in ("tree", "paths"):
             if mode == "tree" and not self._takes_positions:
