@@ -83,7 +83,8 @@ def main() -> None:
         quartiles = " ".join(f"{q:.2f}" for q in row["speedup_quartiles"])
         print(
             f"{name:10} {row['tokens_per_second']:6.1f} tokens/s, speed-up quartiles {quartiles}, "
-            f"{row['tokens_per_step']:.2f} tokens/step, {row['identical']} of {row['prompts']} equal"
+            f"{row['tokens_per_step']:.2f} tokens/step, "
+            f"{row['identical']} of {row['prompts']} equal"
         )
     for run, entry in zip(runs, prompts, strict=True):
         run["category"] = entry["category"]

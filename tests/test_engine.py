@@ -208,7 +208,7 @@ def test_no_budget_no_work() -> None:
     engine.add(request(0, [1, 2], method, max_new_tokens=0))
     engine.add(request(1, [3, 4]))
     events = engine.step()
-    assert [(e.request, e.tokens, e.finish_reason) for e in events][0] == (0, [], "length")
+    assert next((e.request, e.tokens, e.finish_reason) for e in events) == (0, [], "length")
     assert events[0].stats.completion_tokens == 0
     assert all(work.tree.tokens[0] in (3, 4) for work in runtime.passes), "it computed something"
     assert method.num_closed == 1
@@ -233,7 +233,9 @@ def test_what_can_never_run_is_refused_when_it_is_added() -> None:
     with pytest.raises(InvalidRequest, match="21 tokens, the model's context is 20"):
         engine.add(request(0, [1] * 21))
     for bad in (-1, VOCAB):
-        with pytest.raises(InvalidRequest, match=f"prompt id {bad} is outside the vocabulary of 32"):
+        with pytest.raises(
+            InvalidRequest, match=f"prompt id {bad} is outside the vocabulary of 32"
+        ):
             engine.add(request(0, [1, bad]))
     with pytest.raises(InvalidRequest, match="logit_bias"):
         engine.add(request(0, [1], logit_bias={VOCAB: 1.0}))
@@ -408,5 +410,3 @@ def test_control_without_the_overflow_all_three_finish() -> None:
     for number, first in enumerate((4, 2, 6)):
         engine.add(request(number, [first]))
     assert tokens_of(drain(engine)) == {0: right([4]), 1: right([2]), 2: right([6])}
-
-

@@ -112,7 +112,7 @@ def test_a_model_whose_code_fails_is_refused_with_its_words() -> None:
             raise IndexError("one token at a time, please")
         return LlamaForCausalLM.forward(self, input_ids, **inputs)
 
-    with pytest.raises(UnsupportedModel, match="Disguised.*IndexError: one token at a time"):
+    with pytest.raises(UnsupportedModel, match=r"Disguised.*IndexError: one token at a time"):
         load(disguised(shared("llama"), forward=forward))
 
 

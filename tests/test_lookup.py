@@ -83,7 +83,7 @@ def test_control_an_index_that_forgets_chunk_borders_is_caught() -> None:
 
     method = Lookup()
     with pytest.raises(AssertionError):
-        check_against_search(method, [[1, 2], [0, 1]], lambda: Forgetful(method))
+        check_against_search(method, [[1], [2, 1]], lambda: Forgetful(method))
 
 
 def test_the_longest_match_leads_and_the_others_branch_off() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kit_runtime import (
     CLOSE,
     PATHS,
-    TREES,
     cache_text,
     distance,
     head_rows,
@@ -417,7 +416,7 @@ def test_backends_that_drop_a_mask_are_refused(backend: str) -> None:
     model = build("llama")
     model.config._attn_implementation_internal = backend  # as if it had been loaded so
     assert model.config._attn_implementation == backend
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM.*load it with attn_implement"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM.*load it with attn_implement"):
         load(model)
 
 

@@ -239,9 +239,9 @@ class Sampler:
         for word in params.bad_words:
             if self._ends_with(word[:-1], path):
                 x[word[-1]] = -math.inf
-        if self._masks_end:
-            if len(self.tokens) - self.num_prompt + len(path) < params.min_tokens:
-                x[self._end_ids] = -math.inf
+        num_out = len(self.tokens) - self.num_prompt + len(path)
+        if self._masks_end and num_out < params.min_tokens:
+            x[self._end_ids] = -math.inf
         for processor in () if drafting else params.processors:
             x = processor([*self.tokens, *path], x)
         if params.greedy:
@@ -325,7 +325,9 @@ def _check_items(name: str, value: object, kind: type | tuple[type, ...], conten
         raise InvalidRequest(f"{name} must be a collection of {content}, not {value!r}")
 
 
-def check_number(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+def check_number(
+    name: str, value: float, low: float, high: float, *, low_open: bool = False
+) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     ok = ok and math.isfinite(value) and low <= value <= high and not (low_open and value == low)
     if not ok:

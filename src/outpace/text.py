@@ -342,7 +342,7 @@ def _byte_alphabet() -> dict[str, int]:
     """The characters in which byte-level vocabularies write bytes (GPT-2)."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    alphabet: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    alphabet: dict[int, str] = bytes_to_unicode()
     return {char: byte for byte, char in alphabet.items()}
 
 

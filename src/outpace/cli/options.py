@@ -91,6 +91,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "draft": ("draft",),
     "heads": ("medusa",),
     "num_heads": ("medusa",),
+    "num_nodes": ("medusa",),
     "num_tokens": ("draft", "lookup"),
     "min_confidence": ("draft",),
     "max_ngram": ("lookup",),
@@ -114,6 +115,7 @@ METHOD = _section(
     _option("--draft", type=Text(), help="draft: the small model, named like --model."),
     _option("--heads", type=Text(), help="medusa: the folder with trained heads."),
     _option("--num-heads", type=int, help="medusa: use so many of the heads."),
+    _option("--num-nodes", type=int, help="medusa: most nodes of the tree, its root included."),
     _option(
         "--num-draft-tokens",
         "num_tokens",

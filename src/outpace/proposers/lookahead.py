@@ -70,7 +70,9 @@ class LookaheadProposer(Proposer):
 
     def __init__(self, method: Lookahead) -> None:
         self.method = method
-        self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> the rest, latest last
+        self._pool: dict[
+            int, dict[tuple[int, ...], None]
+        ] = {}  # first token -> the rest, latest last
         self._num_pooled = 0
         self._columns: list[list[int]] = []  # each from row 0 down
 

@@ -59,7 +59,7 @@ class LookupProposer(Proposer):
         return Tree.from_paths(step.tokens[-1], paths, max_nodes=step.max_nodes)
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Indexes the new tokens as starts; the text's end has none yet, so nothing finds itself."""
+        """Indexes the new tokens as starts; the text's end has none yet, so it finds not itself."""
         method = self.method
         for start in range(self._num_indexed, len(tokens)):
             for n in range(method.min_ngram, min(method.max_ngram, start) + 1):

@@ -39,7 +39,7 @@ class Plan:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values: `[slots, heads, capacity, head_dim]`, written where Plan says."""
+    """One layer's keys and values, `[slots, heads, capacity, head_dim]`, written by the plan."""
 
     is_sliding = False
     is_croppable = False

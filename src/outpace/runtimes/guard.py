@@ -75,7 +75,8 @@ def check_model(runtime: TransformersRuntime) -> SelfCheck:
     try:
         long = _recompute(runtime, [a, b, c, d, f])
         noise = max(
-            _distance(_recompute(runtime, [a, b, c, d][:n])[-1:], long[n - 1 : n]) for n in (1, 2, 4)
+            _distance(_recompute(runtime, [a, b, c, d][:n])[-1:], long[n - 1 : n])
+            for n in (1, 2, 4)
         )
         references = [
             _recompute(runtime, [a, b, c, d, e, g])[-2:],
