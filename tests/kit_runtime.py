@@ -12,6 +12,7 @@ from tiny import FAMILIES, VOCAB, build
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outpace.proposers.base import Method, Proposer, Step
 from outpace.runtimes.base import Output, Pass, Runtime
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.tree import Tree
@@ -146,7 +147,8 @@ def seen_inputs(module: nn.Module, name: str | int = 0) -> Iterator[list[Tensor]
     seen: list[Tensor] = []
 
     def spy(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        seen.append((args[name] if isinstance(name, int) else kwargs[name]).clone())
+        if isinstance(name, int) or name in kwargs:
+            seen.append((args[name] if isinstance(name, int) else kwargs[name]).clone())
 
     handle = module.register_forward_pre_hook(spy, with_kwargs=True)
     try:
@@ -158,3 +160,27 @@ def seen_inputs(module: nn.Module, name: str | int = 0) -> Iterator[list[Tensor]
 def draw_rows(rows: Iterable[Iterable[bool]]) -> str:
     """A mask as people draw it: x where visible."""
     return "\n".join("".join("x" if seen else "." for seen in row) for row in rows)
+
+
+class Recording(Method):
+    """Another method; keeps what it proposes and the texts that it is shown."""
+
+    name = "recording"
+
+    def __init__(self, inner: Method) -> None:
+        self.inner = inner
+        self.proposed: list[int] = []  # tokens below the roots
+        self.seen: list[int] = []  # the longest text
+
+    def start(self) -> Proposer:
+        proposer = self.inner.start()
+        propose = proposer.propose
+
+        def record(step: Step) -> Tree:
+            tree = propose(step)
+            self.proposed += tree.tokens[1 : tree.num_candidates]
+            self.seen = max(self.seen, list(step.tokens), key=len)
+            return tree
+
+        proposer.propose = record  # type: ignore[method-assign]
+        return proposer

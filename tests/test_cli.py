@@ -219,14 +219,17 @@ def test_every_sampling_option_is_in_the_table_above() -> None:
             {"max_ngram": 5, "min_ngram": 2, "num_tokens": 9, "num_branches": 1},
         ),
         (
-            "lookahead --window-size 7 --ngram-size 4 --num-guesses 3",
-            {"window_size": 7, "ngram_size": 4, "num_guesses": 3},
+            "lookahead --window-size 7 --ngram-size 4 --num-guesses 3 --num-draft-tokens 6",
+            {"window_size": 7, "ngram_size": 4, "num_guesses": 3, "num_tokens": 6},
         ),
         (
             "draft --draft small --num-draft-tokens 3 --num-branches 2 --min-confidence 0",
             {"draft": "small", "num_tokens": 3, "num_branches": 2, "min_confidence": 0.0},
         ),
-        ("medusa --heads folder --num-heads 2", {"heads": "folder", "num_heads": 2}),
+        (
+            "medusa --heads folder --num-heads 2 --num-nodes 9",
+            {"heads": "folder", "num_heads": 2, "num_nodes": 9},
+        ),
         ("combined", {}),
     ],
 )

@@ -36,7 +36,8 @@ class Combined(Method):
     methods: tuple[Method, ...] = (Lookup(), Lookahead())
 
     def __post_init__(self) -> None:
-        if not self.methods or not all(isinstance(m, Method) for m in self.methods):
+        ok = isinstance(self.methods, (tuple, list)) and len(self.methods) > 0
+        if not ok or not all(isinstance(method, Method) for method in self.methods):
             raise InvalidRequest(f"methods must be one or more methods, not {self.methods!r}")
 
     def start(self) -> Proposer:

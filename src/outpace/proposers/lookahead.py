@@ -24,18 +24,18 @@ class Lookahead(Method):
     The window has `window_size` columns and `ngram_size - 1` rows. Row 0 is a chain that hangs
     from the root, every other row hangs column by column under the row above; the target's tokens
     after the last row complete one n-gram a column and become the new last row. For 3 columns and
-    n-grams of 3, with candidates a, b behind the root (rows see columns):
+    n-grams of 3, with candidates a, b behind the root (rows see columns; 10 is row 1, column 0):
 
-             r  a  b  00 01 02 10 11 12
-        r    x
-        a    x  x
-        b    x  x  x
-        00   x  .  .  x                      row 0
-        01   x  .  .  x  x
-        02   x  .  .  x  x  x
-        10   x  .  .  x  .  .  x             row 1
-        11   x  .  .  x  x  .  .  x
-        12   x  .  .  x  x  x  .  .  x
+           r  a  b  00 01 02 10 11 12
+        r  x
+        a  x  x
+        b  x  x  x
+        00 x  .  .  x
+        01 x  .  .  x  x
+        02 x  .  .  x  x  x
+        10 x  .  .  x  .  .  x
+        11 x  .  .  x  x  .  .  x
+        12 x  .  .  x  x  x  .  .  x
 
     Args:
         window_size: columns (W of the paper); fewer where the node budget is short, none where
