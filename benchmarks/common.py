@@ -20,24 +20,19 @@ from outpace.tree import Tree
 
 
 def read_prompts(path: Path, limit: int) -> list[dict[str, str]]:
-    """`limit` prompts of a JSONL file with `turns` or `prompt`, taken from its categories in turn.
+    """`limit` prompts spread evenly over a JSONL file with `turns` or `prompt`.
 
-    Gives dicts with `category` and `prompt` (the first turn).
+    A file sorted by category is sampled in proportion. Gives dicts with `category` and `prompt`
+    (the first turn).
     """
-    groups: dict[str, list[str]] = {}
+    entries = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.strip():
             entry = json.loads(line)
             prompt = entry["turns"][0] if "turns" in entry else entry["prompt"]
-            groups.setdefault(entry.get("category", "all"), []).append(prompt)
-    rounds = max(len(group) for group in groups.values())
-    spread = [
-        {"category": name, "prompt": group[i]}
-        for i in range(rounds)
-        for name, group in groups.items()
-        if i < len(group)
-    ]
-    return spread[:limit]
+            entries.append({"category": entry.get("category", "all"), "prompt": prompt})
+    count = min(limit, len(entries))
+    return [entries[i * len(entries) // count] for i in range(count)]
 
 
 def provenance(llm: LLM) -> dict[str, Any]:
@@ -54,7 +49,7 @@ def provenance(llm: LLM) -> dict[str, Any]:
         "command": " ".join(["python", *sys.argv]),
         "commit": commit,
         "versions": {
-            name: metadata.version(name) for name in ("outpace", "torch", "transformers", "numpy")
+            name: metadata.version(name) for name in ("torch", "transformers", "numpy")
         },
         "python": platform.python_version(),
         "machine": {"cpu": cpu, "threads": torch.get_num_threads()},

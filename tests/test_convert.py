@@ -169,7 +169,7 @@ def spawned(number: int, *args: Any) -> list[Any]:
 def test_two_processes_make_one_good_folder(file: Path, cache: Path) -> None:
     results = multiprocessing.get_context("spawn").Queue()
     processes = spawned(2, file, cache, results)
-    found = {results.get(timeout=120) for _ in processes}
+    found = {results.get(timeout=300) for _ in processes}
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
@@ -195,7 +195,7 @@ def test_a_killed_conversion_leaves_no_result_and_is_cleaned_up(file: Path, cach
     results = context.Queue()
     process = context.Process(target=slow_convert, args=(file, cache, results))
     process.start()
-    assert results.get(timeout=120) == "saved"
+    assert results.get(timeout=300) == "saved"
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(timeout=60)

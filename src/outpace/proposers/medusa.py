@@ -119,11 +119,11 @@ class MedusaProposer(Proposer):
         root, choices = step.tokens[-1], self._choices(step)
         if self._hidden is None or not choices:
             return Tree.chain([root])
-        guesses = self._guess(root, self._hidden, choices)
+        guess = self._guess_by_level if self.method.heads.dependent else self._guess_at_once
         index: dict[Choice, int] = {(): 0}
         index.update((choice, node) for node, choice in enumerate(choices, start=1))
         return Tree(
-            tokens=[root, *(guesses[choice] for choice in choices)],
+            tokens=[root, *guess(root, self._hidden, choices)],
             parents=[-1, *(index[choice[:-1]] for choice in choices)],
         )
 
@@ -133,36 +133,45 @@ class MedusaProposer(Proposer):
         fitting = [tuple(choice) for choice in choices if len(choice) <= step.max_depth]
         return fitting[: step.max_nodes - 1]
 
-    def _guess(self, root: int, hidden: Tensor, choices: Sequence[Choice]) -> dict[Choice, int]:
-        """The token of each choice, level by level: only nodes with children are looked at.
+    def _guess_at_once(self, _: int, hidden: Tensor, choices: Sequence[Choice]) -> list[int]:
+        """The token of each choice: independent heads say the same on every branch."""
+        heads = self.method.heads
+        inputs = hidden.to(heads.weight).unsqueeze(0)
+        depth = max(len(choice) for choice in choices)
+        logits = heads(inputs, num_heads=depth, project=self._project)[0]
+        best = logits.topk(1 + max(choice[-1] for choice in choices), dim=-1).indices
+        tokens: list[list[int]] = heads.tokens(best).tolist()
+        return [tokens[len(choice) - 1][choice[-1]] for choice in choices]
 
-        Independent heads read one row `[1, hidden]`; dependent ones a row for each node of the
-        level above, its context so far and the embedding of its own token.
+    def _guess_by_level(self, root: int, hidden: Tensor, choices: Sequence[Choice]) -> list[int]:
+        """The token of each choice: dependent heads read `[nodes, hidden * (depth + 2)]`.
+
+        A row is one node with children: its parent's row and the embedding of its own token.
         """
         heads, runtime = self.method.heads, self.method.runtime
         inputs = hidden.to(heads.weight).unsqueeze(0)
         tokens = torch.tensor([root], device=inputs.device)
-        above: list[Choice] = [()]  # the nodes of the level above, one for each of `tokens`
-        rows: dict[Choice, int] = {(): 0}  # of `inputs`, by the parents of `above`
-        found = []
-        order: list[Choice] = []
+        above: dict[Choice, int] = {(): 0}  # node of the level above -> its place in `tokens`
+        rows: dict[Choice, int] = {(): 0}  # its parent -> the row of `inputs`
+        found, order = [], []
         for i in range(max(len(choice) for choice in choices)):
             level = [choice for choice in choices if len(choice) == i + 1]
             inner = list(dict.fromkeys(choice[:-1] for choice in level))
-            if heads.dependent:
-                own = tokens[[above.index(node) for node in inner]]
-                embedded = runtime.embed(own.to(runtime.device)).to(inputs)
-                inputs = torch.cat([inputs[[rows[node[:-1]] for node in inner]], embedded], dim=-1)
-            rows = {node: row if heads.dependent else 0 for row, node in enumerate(inner)}
+            own = tokens[[above[node] for node in inner]]
+            embeddings = runtime.embed(own.to(runtime.device)).to(inputs)
+            inputs = torch.cat([inputs[[rows[node[:-1]] for node in inner]], embeddings], dim=-1)
+            rows = {node: row for row, node in enumerate(inner)}
             logits = heads.head(i, inputs, project=self._project)
             best = logits.topk(1 + max(choice[-1] for choice in level), dim=-1).indices
             columns = best[
                 [rows[choice[:-1]] for choice in level], [choice[-1] for choice in level]
             ]
-            tokens, above = heads.tokens(columns), level
+            tokens = heads.tokens(columns)
+            above = {choice: place for place, choice in enumerate(level)}
             found.append(tokens)
             order.extend(level)
-        return dict(zip(order, torch.cat(found).tolist(), strict=True))
+        token_of = dict(zip(order, torch.cat(found).tolist(), strict=True))
+        return [token_of[choice] for choice in choices]
 
     def _project(self, hidden: Tensor) -> Tensor:
         runtime = self.method.runtime
