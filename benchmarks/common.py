@@ -48,9 +48,7 @@ def provenance(llm: LLM) -> dict[str, Any]:
     return {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit,
-        "versions": {
-            name: metadata.version(name) for name in ("torch", "transformers", "numpy")
-        },
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "numpy")},
         "python": platform.python_version(),
         "machine": {"cpu": cpu, "threads": torch.get_num_threads()},
         "model": llm.info(),

@@ -79,9 +79,7 @@ def test_43_rows_that_end_early_leave_the_others_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3", "bloom", "mixtral"])
-def test_43_rejected_slots_may_hold_anything(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_43_rejected_slots_may_hold_anything(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, poisoned = TransformersRuntime.forward, []
 
     def into_poison(self: TransformersRuntime, batch: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from outpace.errors import InvalidRequest
 from outpace.llm import LLM
-from outpace.proposers.base import Method
+from outpace.proposers.base import Method, Step
 from outpace.proposers.draft import Draft
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.tree import Tree
@@ -74,9 +74,7 @@ def test_41_generation_runs_to_the_contexts_last_token(name: str, method: str) -
     plain = serve(model_of(name))
     for length in (55, 59, 62, 63, 64):
         prompt = prompt_of(length)
-        right = oracle.greedy(
-            logits_of(name), prompt, max_new_tokens=10**6, context=CONTEXT
-        )
+        right = oracle.greedy(logits_of(name), prompt, max_new_tokens=10**6, context=CONTEXT)
         llm = plain.with_method(method_of(method, [*prompt, *right.tokens]))
         result = llm.generate(prompt)
         oracle.assert_same(result.tokens, right)
@@ -87,7 +85,7 @@ def test_41_generation_runs_to_the_contexts_last_token(name: str, method: str) -
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("length", range(55, 64))
 def test_41_no_position_behind_the_end_is_read(name: str, length: int) -> None:
-    model, prompt = build(name, max_position_embeddings=CONTEXT) if name == "llama" else build(name), prompt_of(length)
+    model, prompt = model_of(name), prompt_of(length)
     text = serve(model).generate(prompt).tokens
     with seen_inputs(model, "position_ids") as seen:
         method = Perfect([*prompt, *text], k=K)
@@ -140,8 +138,8 @@ def test_41_a_budget_beyond_the_context_is_cut_to_it() -> None:
 
 
 def test_41_control_a_draft_that_is_not_clipped_fails_loudly() -> None:
-    def greedy_for_more(step: object, _: int) -> Tree:
-        return Tree.chain([step.tokens[-1], *range(K)])  # type: ignore[attr-defined]
+    def greedy_for_more(step: Step, _: int) -> Tree:
+        return Tree.chain([step.tokens[-1], *range(K)])
 
     llm = serve(model_of("gpt2"), Scripted(greedy_for_more))
     with pytest.raises(ValueError, match="does not fit"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,8 @@ def test_stream_is_the_full_decode_of_random_ids(
         compared += 1
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == right, ids
         leaks += right != backend.decode(ids, skip_special_tokens=False)
-    assert compared > 1000
-    assert leaks > 50 or make is metaspace  # control: special tokens were among them
+    assert compared > 300
+    assert leaks > 10 or make is metaspace  # control: special tokens were among them
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
@@ -203,7 +204,7 @@ def test_25_one_prompt_one_way() -> None:
     [
         ("", "empty"),
         ([], "empty"),
-        ("a\ud800", "lone surrogate stands at index 1"),
+        ("a\ud800", r"lone surrogate '.ud800'"),
         (5, "not int"),
         (None, "not NoneType"),
         (b"ab", "not bytes"),
@@ -273,7 +274,7 @@ def test_stop_strings_however_the_text_is_cut(
     finder = StopStrings(stops, include=include)
     edges = [0, *sorted(x for x in borders if x < len(text)), len(text)]
     out, hit = "", False
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         piece, hit = finder.push(text[start:end])
         out += piece
         assert cut(text, stops, include=include)[0].startswith(out)

@@ -91,13 +91,13 @@ def _convert_into(target: Path, file: Path, header: GGUFHeader, progress: Progre
 
 def _load(file: Path, header: GGUFHeader) -> tuple[PreTrainedTokenizerBase, Any]:
     import torch
-    from transformers import AutoTokenizer
+    import transformers
 
     from outpace.runtimes.transformers import load_pretrained
 
     try:
         with redirect_stderr(io.StringIO()):  # its progress bars cannot be switched off
-            made = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            made = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = load_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -108,7 +108,10 @@ def _load(file: Path, header: GGUFHeader) -> tuple[PreTrainedTokenizerBase, Any]
         raise
     except (ValueError, LookupError, NotImplementedError, TypeError, AttributeError) as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
-        raise UnsupportedModel(f"transformers cannot load {file.name}: {reason}") from error
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} cannot load {file.name} ({reason}): "
+            "a newer one may"
+        ) from error
     tokenizer = repaired(made, header.metadata)
     for config in (model.config, model.generation_config):
         for name in ("bos", "eos", "pad"):

@@ -155,8 +155,8 @@ class MedusaHeads(nn.Module):
         if self.output == "own":
             logits = [output(x) for output, x in zip(self.outputs, rows, strict=False)]
             return torch.stack(logits, dim=1)
-        x = torch.stack(rows, dim=1)
-        return self._common(x.flatten(0, 1), project).unflatten(0, x.shape[:2])
+        flat = self._common(torch.cat(rows), project)
+        return flat.view(len(rows), len(hidden), -1).transpose(0, 1)
 
     def _common(self, x: Tensor, project: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Logits `[n, width]` by the matrix that all heads use."""

@@ -34,7 +34,6 @@ class Tokenizer:
         self.inner = inner
         self._backend: Any = getattr(inner, "backend_tokenizer", None)
         self._byte_level = isinstance(getattr(self._backend, "decoder", None), ByteLevel)
-        self._spellings: dict[int, bytes | None] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -71,18 +70,14 @@ class Tokenizer:
         """The ids of a text; special tokens that it spells out become these tokens.
 
         Args:
-            text: any valid Unicode.
+            text: valid Unicode, else `InvalidRequest` is raised.
             special: whether the tokenizer adds the tokens that open a text (BOS).
-
-        Raises:
-            InvalidRequest: for text that is not valid Unicode.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text is not valid Unicode: a lone surrogate stands at index {error.start}"
-            ) from error
+            surrogate = error.object[error.start]
+            raise InvalidRequest(f"the text holds the lone surrogate {surrogate!a}") from error
         ids: list[int] = self.inner(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
@@ -178,11 +173,6 @@ class Tokenizer:
 
     def spelling(self, token: int) -> bytes | None:
         """The bytes that a known token always stands for; None where neighbours have a say."""
-        if token not in self._spellings:
-            self._spellings[token] = self._spell(token)
-        return self._spellings[token]
-
-    def _spell(self, token: int) -> bytes | None:
         text = self.token_texts[token]
         if self._byte_level:  # a token with a foreign character is an added one, written plainly
             table = _byte_alphabet()
