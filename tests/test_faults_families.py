@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 import outpace
 from outpace.errors import UnsupportedModel
-from outpace.llm import LLM
 from outpace.proposers.base import Method
 
 NUM = 24
@@ -60,16 +59,15 @@ def test_27_recurrent_models_are_refused_at_load_by_name(
     family: str, role: str, tmp_path: Path
 ) -> None:
     model = build(family)
+    tokenizer = byte_tokenizer(VOCAB)
     if role == "target":
-        start: Callable[[], LLM] = lambda: outpace.load(model)
+        target, how = model, {}
     else:
         model.save_pretrained(tmp_path)
-        byte_tokenizer(VOCAB).save_pretrained(tmp_path)
-        start = lambda: outpace.load(
-            shared("llama"), tokenizer=byte_tokenizer(VOCAB), method="draft", draft=str(tmp_path)
-        )
+        tokenizer.save_pretrained(tmp_path)
+        target, how = shared("llama"), {"method": "draft", "draft": str(tmp_path)}
     with pytest.raises(UnsupportedModel, match=type(model).__name__):
-        start()
+        outpace.load(target, tokenizer=tokenizer, **how)
 
 
 @pytest.mark.parametrize("family", RECURRENT)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 METHODS = ("plain", "lookup", "lookahead", "combined")
 MAX_NEW_TOKENS = 96
+WARM_UP = "Count to twenty."
 
 _NOTE = (
     "The museum opens at nine in the morning and closes at five in the afternoon. On Mondays the "
@@ -39,7 +40,7 @@ def main() -> None:
         llm = outpace.load(cache=cache_folder(), notice=progress.notice, progress=progress)
     llms = {method: llm.with_method(method) for method in METHODS}
     for method_llm in llms.values():  # what is set up at first use is not timed
-        method_llm.generate("Count to twenty.", max_new_tokens=16)
+        method_llm.generate(WARM_UP, max_new_tokens=16)
     results: dict[str, list[Result]] = {method: [] for method in METHODS}
     for kind, prompt in PROMPTS.items():
         console.rule(f"[bold]{kind}")
