@@ -110,7 +110,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         end_ids: Sequence[int] = (),
         max_batch: int = 32,
-        max_nodes: int = 64,
+        max_nodes: int = 16,
         max_idle: int = 1,
     ) -> None:
         self.runtime = runtime
