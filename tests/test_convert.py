@@ -171,6 +171,7 @@ def spawned(number: int, *args: Any) -> list[Any]:
     return processes
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_good_folder(file: Path, cache: Path) -> None:
     results = multiprocessing.get_context("spawn").Queue()
     processes = spawned(2, file, cache, results)
@@ -195,6 +196,7 @@ def slow_convert(file: Path, cache: Path, results: Any) -> None:
     convert_gguf(file, cache=cache)
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_no_result_and_is_cleaned_up(file: Path, cache: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

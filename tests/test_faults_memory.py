@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit_runtime import head_rows
-from scripted import Bushy, HalfRight, Perfect
+from scripted import Bushy, HalfRight, Perfect, Scripted
 from tiny import VOCAB, build, serve, shared
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,7 +51,7 @@ def test_56_the_head_computes_the_rows_that_somebody_reads(
 
 def test_56_lookaheads_scratch_has_one_row_of_logits_a_column() -> None:
     model = shared("llama")
-    llm = serve(model, "lookahead", window=5, ngram=4)
+    llm = serve(model, "lookahead", window_size=5, ngram_size=4)
     with head_rows(model) as rows:
         result = llm.generate(prompt_of(10), max_new_tokens=16)
     # Candidates and the root, and of the window's (ngram - 2) deeper levels the last one only.
@@ -143,12 +143,13 @@ def test_56_repeated_calls_need_no_more_memory(family: str, name: str) -> None:
     method = methods([*prompt, *text])[name]
     llm = llm.with_method(method)
     sizes = []
-    for _ in range(10):
-        llm.generate(prompt, max_new_tokens=20)
-        if isinstance(method, (Perfect, Bushy)):  # the test's own recording
-            method.outcomes.clear()
+    for calls in (2, 8):
+        for _ in range(calls):
+            llm.generate(prompt, max_new_tokens=20)
+            if isinstance(method, Scripted):  # the test's own recording
+                method.outcomes.clear()
         sizes.append(live_bytes())
-    assert max(sizes[1:]) == sizes[1], "it grows"
+    assert sizes[0] == sizes[1], "it grows"
     llm.close()
     cache = llm.model.runtime.memory()["cache"]
     llm.generate(prompt, max_new_tokens=20)
@@ -158,22 +159,22 @@ def test_56_repeated_calls_need_no_more_memory(family: str, name: str) -> None:
 def test_56_control_a_leak_is_seen() -> None:
     llm: LLM = serve(shared("llama"), Perfect())
     sizes, kept = [], []
-    for _ in range(3):
+    for _ in range(2):
         llm.generate(prompt_of(20), max_new_tokens=5)
         kept.append(torch.ones(1000))
         sizes.append(live_bytes())
     assert sizes[0] + 4000 <= sizes[1]
-    assert sizes[1] + 4000 <= sizes[2]
-    assert len(kept) == 3
+    assert len(kept) == 2
 
 
 def test_56_dropped_streams_leave_nothing() -> None:
     llm = serve(shared("llama"), "lookahead")
     sizes = []
-    for _ in range(10):
-        stream = llm.stream(prompt_of(20), max_new_tokens=100)
-        for _ in range(3):
-            next(stream)
-        del stream
+    for streams in (2, 50):
+        for _ in range(streams):
+            stream = llm.stream(prompt_of(20), max_new_tokens=100)
+            for _ in range(3):
+                next(stream)
+            del stream
         sizes.append(live_bytes())
-    assert max(sizes[1:]) == sizes[1]
+    assert sizes[0] == sizes[1]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outpace.accept import Accepted, accept
-from outpace.errors import InvalidRequest, OutpaceError
+from outpace.errors import InvalidRequest
 from outpace.proposers.base import Outcome, Step
 from outpace.runtimes.base import Output, Pass
 from outpace.sampling import Sampler, SamplingParams
@@ -54,7 +54,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What one step added to a request; `finish_reason` ("stop", "length") on its last one."""
+    """What one step added to a request; `finish_reason` ("stop", "length") on its last one.
+
+    A request that failed ends with `error` and the reason "error"; the others go on.
+    """
 
     request: int
     tokens: list[int]
@@ -62,6 +65,7 @@ class Event:
     logprobs: list[TokenLogprob]
     finish_reason: str | None
     stats: Stats
+    error: Exception | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,19 +178,23 @@ class Engine:
         batch = [r for r in self._running if self._uncached(r) == 1][: self.max_batch]
         if not batch:
             return events
+        trees: list[tuple[_Running, Tree]] = []
         for running in batch:
             running.lap(None)
-        trees = [self._propose(running) for running in batch]
+            try:
+                trees.append((running, self._propose(running)))
+            except Exception as error:  # a draft or a user's code: ends its own request only
+                events.append(self._end(running, "error", error))
         outputs = self.runtime.forward(
-            [
-                Pass(sequence=running.sequence, tree=tree, rows=tree.rows)
-                for running, tree in zip(batch, trees, strict=True)
-            ]
+            [Pass(sequence=running.sequence, tree=tree, rows=tree.rows) for running, tree in trees]
         )
-        for running in batch:
+        for running, _ in trees:
             running.lap("forward")
-        for running, tree, output in zip(batch, trees, outputs, strict=True):
-            events.append(self._accept(running, tree, output))
+        for (running, tree), output in zip(trees, outputs, strict=True):
+            try:
+                events.append(self._accept(running, tree, output))
+            except Exception as error:  # overflowing logits, or a user's processor
+                events.append(self._end(running, "error", error))
         return events
 
     # Schedule
@@ -200,20 +208,22 @@ class Engine:
             if running.num_left > 0:
                 self._running.append(running)
                 continue
-            running.ended = "length"
-            running.stats.seconds = time.perf_counter() - added
-            self._release(running)
-            events.append(
-                Event(
-                    request=request.id,
-                    tokens=[],
-                    text="",
-                    logprobs=[],
-                    finish_reason="length",
-                    stats=running.stats,
-                )
-            )
+            events.append(self._end(running, "length"))
         return events
+
+    def _end(self, running: _Running, reason: str, error: Exception | None = None) -> Event:
+        """Releases a request that ends without another token."""
+        running.stats.seconds = time.perf_counter() - running.added
+        self._release(running)
+        return Event(
+            request=running.request.id,
+            tokens=[],
+            text="",
+            logprobs=[],
+            finish_reason=reason,
+            stats=running.stats,
+            error=error,
+        )
 
     def _start(self, request: Request, added: float) -> _Running:
         params, prompt = request.params, list(request.prompt)
@@ -303,11 +313,7 @@ class Engine:
 
     def _accept(self, running: _Running, tree: Tree, output: Output) -> Event:
         running.lap("other")
-        try:
-            accepted = accept(tree, output.logits, running.sampler)
-        except OutpaceError:
-            self._release(running)
-            raise
+        accepted = accept(tree, output.logits, running.sampler)
         running.lap("accept")
         tokens = [*(tree.tokens[i] for i in accepted.path[1:]), accepted.token]
         tokens, text = self._cut(running, tokens)

@@ -289,6 +289,8 @@ class _SharedEngine:
                     run, index = open_runs[request_id]
                     if event.finish_reason is not None:
                         del open_runs[request_id], self._inbox[request_id]
+                    if event.error is not None:
+                        raise event.error
                     yield run.number, run.add(index, event)
         finally:
             with self._lock:
