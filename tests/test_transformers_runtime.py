@@ -493,7 +493,8 @@ SIZED = dict(hidden_size=256, intermediate_size=384, **WIDE)
 def test_same_shapes_give_the_same_bits(dtype: torch.dtype, attention: str) -> None:
     model = build("llama", dtype=dtype, attn_implementation=attention, **WIDE)
     runtime = load(model, exactness="same-shape")
-    assert check_bits(runtime, trials=8, seed=1, length=600) > 60
+    compared = check_bits(runtime, trials=8, seed=1, length=600)
+    assert compared > (60 if runtime.row_class.branches else 30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
