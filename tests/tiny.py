@@ -365,5 +365,5 @@ def serve(
     else:
         runtime = TransformersRuntime(target, exactness="ordinary")
     text = None if tokenizer is None else Tokenizer(tokenizer)
-    llm = LLM.from_runtime(runtime, method=Plain(), tokenizer=text, eos_ids=eos_ids)
+    llm = LLM.from_runtime(runtime, method=Plain(), tokenizer=text, eos_ids=eos_ids, max_nodes=64)
     return llm.with_method(method, **options)

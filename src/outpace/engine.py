@@ -114,7 +114,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         end_ids: Sequence[int] = (),
         max_batch: int = 32,
-        max_nodes: int = 16,
+        max_nodes: int = 64,
         max_idle: int = 1,
     ) -> None:
         self.runtime = runtime
@@ -185,6 +185,8 @@ class Engine:
                 trees.append((running, self._propose(running)))
             except Exception as error:  # a draft or a user's code: ends its own request only
                 events.append(self._end(running, "error", error))
+        if not trees:
+            return events
         outputs = self.runtime.forward(
             [Pass(sequence=running.sequence, tree=tree, rows=tree.rows) for running, tree in trees]
         )

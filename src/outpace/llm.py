@@ -15,7 +15,7 @@ from outpace.engine import Engine, Event, Request, TokenLogprob
 from outpace.errors import InvalidRequest
 from outpace.models import Model, load_model
 from outpace.proposers import Method, Target, load_method
-from outpace.sampling import SamplingParams
+from outpace.sampling import SamplingParams, check_int
 from outpace.stats import Stats
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
 
+MAX_NODES = 16
 _SEED_STEP = 0x9E3779B97F4A7C15  # splits one seed into those of several choices
 
 
@@ -104,16 +105,28 @@ class LLM:
     Args:
         model: from `outpace.models.load_model`.
         method: how to propose.
+        max_nodes: most nodes of one tree; more cost more a step, see docs/benchmarks.md.
         engine: shared with other LLMs on the same weights; by default a new one.
     """
 
     def __init__(
-        self, model: Model, method: Method, *, engine: _SharedEngine | None = None
+        self,
+        model: Model,
+        method: Method,
+        *,
+        max_nodes: int = MAX_NODES,
+        engine: _SharedEngine | None = None,
     ) -> None:
+        check_int("max_nodes", max_nodes, 1)
         self.model = model
         self.method = method
         self._engine = engine or _SharedEngine(
-            Engine(model.runtime, tokenizer=model.tokenizer, end_ids=model.eos_ids)
+            Engine(
+                model.runtime,
+                tokenizer=model.tokenizer,
+                end_ids=model.eos_ids,
+                max_nodes=max_nodes,
+            )
         )
 
     @classmethod
@@ -124,6 +137,7 @@ class LLM:
         method: Method,
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
+        max_nodes: int = MAX_NODES,
     ) -> LLM:
         """An LLM around any runtime."""
         model = Model(
@@ -133,7 +147,7 @@ class LLM:
             eos_ids=tuple(eos_ids),
             fingerprint="",
         )
-        return cls(model, method)
+        return cls(model, method, max_nodes=max_nodes)
 
     def with_method(self, method: str | Method, **options: Any) -> LLM:
         """The same weights and cache with another method."""
@@ -326,6 +340,7 @@ def load(
     cache: Path | None = None,
     notice: Callable[[str], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    max_nodes: int = MAX_NODES,
     **method_options: Any,
 ) -> LLM:
     """Loads a model and a method.
@@ -341,6 +356,7 @@ def load(
         cache: folder for converted models.
         notice: receives one-line messages.
         progress: receives (done, total, label) while files are converted or read.
+        max_nodes: most nodes of one tree; more cost more a step, see docs/benchmarks.md.
         method_options: the method's own; see `outpace.proposers`.
 
     Raises:
@@ -360,7 +376,7 @@ def load(
         method = load_method(method, _target(loaded), **method_options)
     elif method_options:
         raise InvalidRequest(f"options {sorted(method_options)} go with a method's name only")
-    return LLM(loaded, method)
+    return LLM(loaded, method, max_nodes=max_nodes)
 
 
 def make_params(tokenizer: Tokenizer | None, sampling: Mapping[str, Any]) -> SamplingParams:
