@@ -214,7 +214,7 @@ def test_load_compares_the_vocabularies(loads: list[dict[str, Any]]) -> None:
     words = Tokenizer(byte_tokenizer(57)).token_texts
     target = Target(runtime=runtime, token_texts=words, fingerprint="")
     method = Draft.load(target, draft="57", num_tokens=7, min_confidence=0.25)
-    assert loads == [{"name": "57", "device": "cpu", "exactness": "ordinary"}]
+    assert loads == [{"name": "57", "device": "cpu", "exactness": "ordinary", "cache": None}]
     assert (method.num_ids, method.num_tokens, method.min_confidence) == (57, 7, 0.25)
     assert method.runtime.vocab_size == 60
     assert Draft.load(target, draft="58").num_ids == 57

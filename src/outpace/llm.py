@@ -427,4 +427,9 @@ def _bad_word(tokenizer: Tokenizer | None, entry: Any) -> list[tuple[int, ...]]:
 
 def _target(model: Model) -> Target:
     texts = {} if model.tokenizer is None else model.tokenizer.token_texts
-    return Target(runtime=model.runtime, token_texts=texts, fingerprint=model.fingerprint)
+    return Target(
+        runtime=model.runtime,
+        token_texts=texts,
+        fingerprint=model.fingerprint,
+        cache=model.cache,
+    )

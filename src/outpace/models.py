@@ -43,6 +43,7 @@ class Model:
         tokenizer: None for models used with ids only.
         eos_ids: its own end tokens.
         fingerprint: identifies the weights.
+        cache: folder for converted models that it was loaded with.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Model:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     fingerprint: str
+    cache: Path | None = None
 
 
 def load_model(
@@ -109,6 +111,7 @@ def load_model(
         tokenizer=tokenizer,
         eos_ids=_eos_ids(model, tokenizer),
         fingerprint=fingerprint(model.state_dict().items()),
+        cache=cache,
     )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from outpace.runtimes.base import Output, Runtime
     from outpace.sampling import Sampler
     from outpace.tree import Tree
@@ -71,11 +73,13 @@ class Target:
         runtime: the target's runtime.
         token_texts: id -> the token's own string in the vocabulary; compared with a draft's.
         fingerprint: identifies the weights; trained heads carry their base's.
+        cache: folder for converted models; None is the default one.
     """
 
     runtime: Runtime
     token_texts: dict[int, str]
     fingerprint: str
+    cache: Path | None = None
 
 
 class Method(ABC):

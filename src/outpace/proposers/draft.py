@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -75,7 +76,10 @@ class Draft(Method):
         if isinstance(draft, Runtime):
             return cls(runtime=draft, **options)
         # Its bits decide acceptance only, and ordinary forwards rewind by single tokens.
-        model = load_model(draft, device=str(target.runtime.device), exactness="ordinary")
+        files: dict[str, Any] = {}  # a loaded model stays where it is
+        if isinstance(draft, (str, PathLike)):
+            files = {"device": str(target.runtime.device), "cache": target.cache}
+        model = load_model(draft, exactness="ordinary", **files)
         texts = {} if model.tokenizer is None else model.tokenizer.token_texts
         check_vocabulary(target.token_texts, texts)
         num_ids = 1 + min(max(target.token_texts), max(texts))
