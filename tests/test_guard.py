@@ -106,6 +106,15 @@ def test_a_state_that_cannot_roll_back_is_refused_by_its_effect() -> None:
         load(model)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_to_later_tokens_is_not_taken_for_rounding(seed: int) -> None:
+    """Its rows do depend on their neighbours, as those of a coarse quantisation do."""
+    with pytest.raises(UnsupportedModel, match="BertLMHeadModel cannot verify"):
+        load(build("llama", model_type="bert", seed=seed))
+    causal = build("llama", model_type="bert", seed=seed, is_decoder=True)
+    assert load(causal).self_check.failure is None
+
+
 def test_a_model_whose_code_fails_is_refused_with_its_words() -> None:
     def forward(self: Any, input_ids: Tensor, position_ids: Any = None, **inputs: Any) -> Any:
         if inputs.get("use_cache"):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FLOORS = {torch.float32: 1e-4, torch.float64: 1e-4}
 HALF_FLOOR = 0.1
 NOISE_FACTOR = 10.0
+LARGEST_NOISE = 0.2  # a row that sees later tokens changes by more than rounding does
 # Step and largest count. One to three rows often take kernels of their own, hard to tell apart.
 ROW_CLASSES = ((4, 64), (8, 64), (8, 8))
 ROW_COUNTS = (4, 8, 12, 16, 24, 32, 64)
@@ -95,7 +96,7 @@ def check_model(runtime: TransformersRuntime) -> SelfCheck:
     distance = _distance(logits, wanted)
     gap = float((logits[3] - single).abs().max())
     failure = None
-    if not distance <= max(floor, NOISE_FACTOR * noise):
+    if not distance <= max(floor, min(NOISE_FACTOR * noise, LARGEST_NOISE)):
         failure = f"logits differ from recomputation by {distance:.1e} of their spread"
     return SelfCheck(failure=failure, gap=gap, bit_lossless=gap == 0.0, noise=noise)
 
