@@ -21,7 +21,6 @@ from common import first_difference, margin, provenance, read_prompts
 import outpace
 from outpace.heads import MedusaHeads
 from outpace.llm import LLM, make_params
-from outpace.proposers.medusa import Medusa
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 
@@ -31,7 +30,7 @@ def methods(llm: LLM, names: list[str], draft: str) -> dict[str, LLM]:
     chosen = {}
     for name in names:
         if name == "medusa":
-            chosen[name] = llm.with_method(Medusa(heads=random_heads(llm)))
+            chosen[name] = llm.with_method("medusa", heads=random_heads(llm))
         elif name == "draft":
             chosen[name] = llm.with_method("draft", draft=draft)
         else:
