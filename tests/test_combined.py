@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -181,6 +182,23 @@ def test_the_last_accepted_node_has_its_hidden_state_for_every_member() -> None:
         seen = member.outcomes[0]
         assert seen.output.hidden[seen.path[-1]].tolist() == [path[-1]]
         assert seen.tree.path_tokens(seen.path[-1]) == [6, 7]
+
+
+def test_without_branches_the_first_that_proposes_has_the_step() -> None:
+    window = Tree(tokens=[ROOT, 8, 9], parents=[-1, 0, 1], num_candidates=1, num_scratch_rows=1)
+    nothing, chain = Tree.chain([ROOT]), Tree.chain([ROOT, 5, 6])
+    step = replace(step_of(), branches=False)
+    for trees, want in [
+        ([chain, Tree.chain([ROOT, 7])], chain),
+        ([nothing, chain], chain),
+        ([window, chain], chain),
+        ([nothing, window], window),
+        ([window, nothing], window),
+        ([nothing, nothing], nothing),
+    ]:
+        assert Combined(methods=tuple(map(Script, trees))).start().propose(step) == want
+    merged = union(chain, Tree.chain([ROOT, 7]))
+    assert len(merged) == 4, "control: with branches they share the step"
 
 
 def test_prefill_is_passed_on() -> None:

@@ -311,6 +311,7 @@ class Engine:
             max_nodes=self.max_nodes,
             max_depth=depth,
             sampler=running.sampler,
+            branches=self.runtime.branches,
         )
         tree = self.runtime.fit(running.sequence, running.proposer.propose(step))
         if tree.tokens[0] != step.tokens[-1] or max(tree.depths[: tree.num_candidates]) > depth:

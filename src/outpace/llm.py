@@ -173,14 +173,26 @@ class LLM:
     ) -> list[Result]:
         """Generates for several prompts side by side; each result equals its solo run."""
         results: list[Result | None] = [None] * len(prompts)
-        for number, piece in self._run(prompts, raw, sampling):
+        for number, piece in self.stream_batch(prompts, raw=raw, **sampling):
             if piece.result is not None:
                 results[number] = piece.result
         return [result for result in results if result is not None]
 
     def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Iterator[Piece]:
         """Like `generate`, piece by piece; closing the iterator stops the work."""
-        return _pieces(self._run([prompt], raw, sampling))
+        return _pieces(self.stream_batch([prompt], raw=raw, **sampling))
+
+    def stream_batch(
+        self, prompts: Sequence[Prompt], *, raw: bool = False, **sampling: Any
+    ) -> Generator[tuple[int, Piece], None, None]:
+        """Like `generate_batch`, piece by piece: (number of the prompt, piece) as they come."""
+        params = make_params(self.model.tokenizer, sampling)
+        runs = []
+        for number, prompt in enumerate(prompts):
+            ids = prompt_ids(self.model.tokenizer, prompt, raw=raw)
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            runs.append(_Run(number, ids, params, seed, self.method))
+        return self._engine.run(runs)
 
     def info(self) -> dict[str, Any]:
         """What is loaded and how it runs."""
@@ -202,18 +214,6 @@ class LLM:
     def close(self) -> None:
         """Drops running requests and cached texts; weights go with the last reference."""
         self._engine.close()
-
-    def _run(
-        self, prompts: Sequence[Prompt], raw: bool, sampling: dict[str, Any]
-    ) -> Generator[tuple[int, Piece], None, None]:
-        """Pieces of all prompts as they come, with the prompt's number; bad ones fail here."""
-        params = make_params(self.model.tokenizer, sampling)
-        runs = []
-        for number, prompt in enumerate(prompts):
-            ids = prompt_ids(self.model.tokenizer, prompt, raw=raw)
-            seed = secrets.randbits(63) if params.seed is None else params.seed
-            runs.append(_Run(number, ids, params, seed, self.method))
-        return self._engine.run(runs)
 
 
 class _Run:

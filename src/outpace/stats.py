@@ -22,6 +22,7 @@ class Stats:
         prompt_tokens, completion_tokens: ids in and ids delivered.
         reused_tokens: prompt ids whose keys and values were still cached.
         steps: forwards that emitted tokens.
+        nodes: tree nodes that ran, roots and scratch included.
         drafted, accepted: candidates proposed below the root, and those delivered.
         drafted_by_depth, accepted_by_depth: steps whose tree reached depth 1, 2, ..., and steps
             that accepted so deep.
@@ -37,6 +38,7 @@ class Stats:
     completion_tokens: int = 0
     reused_tokens: int = 0
     steps: int = 0
+    nodes: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
@@ -68,6 +70,7 @@ class Stats:
         """Adds one verified tree, of whose outcome `delivered` tokens reached the user."""
         accepted = min(len(path) - 1, delivered)
         self.steps += 1
+        self.nodes += len(tree)
         self.completion_tokens += delivered
         self.drafted += tree.num_candidates - 1
         self.accepted += accepted
@@ -76,7 +79,7 @@ class Stats:
 
     def add(self, other: Stats) -> None:
         """Adds another choice of the same prompt: its tokens count, the prompt does not again."""
-        for name in ("completion_tokens", "steps", "drafted", "accepted", "first_tokens"):
+        for name in ("completion_tokens", "steps", "nodes", "drafted", "accepted", "first_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("drafted_by_depth", "accepted_by_depth"):
             mine, theirs = getattr(self, name), getattr(other, name)

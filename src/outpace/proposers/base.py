@@ -25,12 +25,14 @@ class Step:
         max_nodes: node budget of the tree, root and scratch included.
         max_depth: deepest candidate that could still be emitted or cached.
         sampler: the request's sampling: processed distributions and the noise of a position.
+        branches: whether side branches are verified; else only the first branch is.
     """
 
     tokens: Sequence[int]
     max_nodes: int
     max_depth: int
     sampler: Sampler
+    branches: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ class Combined(Method):
     """Merges trees by shared prefix; the methods take turns at adding a node, best path first.
 
     Of the methods that want scratch nodes, the first one gets them. Children count as picked, not
-    drawn: `draft_probs` are dropped, which keeps every rule exact.
+    drawn: `draft_probs` are dropped, which keeps every rule exact. Where the runtime verifies one
+    branch only, the first method that proposes anything has the step to itself.
 
     Args:
         methods: in order of trust.
@@ -55,6 +56,8 @@ class CombinedProposer(Proposer):
         self._owner: int | None = None  # whose scratch the last tree has
 
     def propose(self, step: Step) -> Tree:
+        if not step.branches:
+            return self._propose_alone(step)
         trees = [member.propose(step) for member in self._members]
         scratch = [len(tree) - tree.num_candidates for tree in trees]
         self._owner = next((i for i, num in enumerate(scratch) if num), None)
@@ -62,6 +65,17 @@ class CombinedProposer(Proposer):
             return _merge(trees, max_nodes=step.max_nodes)[0]
         merged, places = _merge(trees, max_nodes=step.max_nodes - scratch[self._owner])
         return _with_scratch(merged, trees[self._owner], places[self._owner])
+
+    def _propose_alone(self, step: Step) -> Tree:
+        trees = []
+        for member in self._members:
+            trees.append(member.propose(step))
+            if trees[-1].num_candidates > 1:
+                self._owner = len(trees) - 1
+                return trees[-1]
+        sizes = [len(tree) for tree in trees]  # no candidates: whoever wants scratch may have it
+        self._owner = sizes.index(max(sizes))
+        return trees[self._owner]
 
     def observe(self, outcome: Outcome) -> None:
         bare = _without_scratch(outcome)

@@ -14,14 +14,21 @@ if TYPE_CHECKING:
     from outpace.proposers.base import Step
 
 
+VOTE = 5  # votes of a match against those of one that is a token shorter
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(Method):
-    """Copies from prompt and output where the text's end occurred before, longest match first.
+    """Copies from prompt and output where the text's end occurred before.
+
+    The first branch goes where most matches go on, a longer match outvoting shorter ones; the
+    others follow one match each, longest first.
 
     Args:
         max_ngram: longest match looked for, in tokens.
         min_ngram: shortest match that is trusted.
-        num_tokens: longest continuation; a match of n < max_ngram tokens gives 2 (n + 1) at most.
+        num_tokens: longest continuation; a match of n tokens gives 4 n - 1 at most, which with
+            the root fills whole blocks of four rows.
         num_branches: most matches that are continued.
 
     Raises:
@@ -32,7 +39,7 @@ class Lookup(Method):
 
     max_ngram: int = 4
     min_ngram: int = 1
-    num_tokens: int = 12
+    num_tokens: int = 15
     num_branches: int = 8
 
     def __post_init__(self) -> None:
@@ -80,9 +87,28 @@ class LookupProposer(Proposer):
 
     def _paths(self, tokens: Sequence[int], max_depth: int) -> Iterator[list[int]]:
         """Continuations; one that reaches the text's end goes on with what it proposed itself."""
-        method = self.method
-        for start, n in list(self._matches(tokens).items())[: method.num_branches]:
-            length = method.num_tokens if n == method.max_ngram else 2 * (n + 1)
-            period = len(tokens) - start
-            depth = min(length, method.num_tokens, max_depth)
-            yield [tokens[start + i % period] for i in range(depth)]
+        matches = list(self._matches(tokens).items())[: self.method.num_branches]
+        depths = [min(4 * n - 1, self.method.num_tokens, max_depth) for _, n in matches]
+        if matches:
+            yield self._voted(tokens, matches, depths[0])
+        for (start, _), depth in zip(matches, depths, strict=True):
+            yield [_following(tokens, start, i) for i in range(depth)]
+
+    def _voted(
+        self, tokens: Sequence[int], matches: Sequence[tuple[int, int]], depth: int
+    ) -> list[int]:
+        """The likeliest continuation: those that it leaves have no say in the rest of it."""
+        path: list[int] = []
+        for i in range(depth):
+            votes: dict[int, int] = {}
+            for start, n in matches:
+                token = _following(tokens, start, i)
+                votes[token] = votes.get(token, 0) + VOTE**n
+            path.append(max(votes, key=lambda token: votes[token]))
+            matches = [m for m in matches if _following(tokens, m[0], i) == path[-1]]
+        return path
+
+
+def _following(tokens: Sequence[int], start: int, i: int) -> int:
+    """The i-th token of the continuation from `start`, which repeats itself past the end."""
+    return tokens[start + i % (len(tokens) - start)]

@@ -51,6 +51,7 @@ class Runtime(ABC):
         max_context: most tokens that a sequence may hold.
         max_nodes: most nodes of one tree.
         prefill_chunk: prompts are cached in pieces that end at multiples of so many tokens.
+        branches: whether `fit` keeps side branches of a tree.
         same_shape: every decode forward has one shape, so a row's bits do not depend on it.
         device, dtype: where and in what the model computes.
     """
@@ -60,6 +61,7 @@ class Runtime(ABC):
     max_context: int
     max_nodes: int
     prefill_chunk: int
+    branches: bool = True
     same_shape: bool
     device: torch.device
     dtype: torch.dtype

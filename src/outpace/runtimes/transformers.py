@@ -112,6 +112,7 @@ class TransformersRuntime(Runtime):
         self.same_shape = verdict.row_class is not None
         if verdict.row_class is not None:
             self.row_class, self.max_nodes = verdict.row_class, verdict.row_class.most
+            self.branches = verdict.row_class.branches
         if verdict.notice is not None and notice is not None:
             notice(verdict.notice)
 

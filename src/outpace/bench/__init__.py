@@ -1,0 +1,1 @@
+"""Measuring methods side by side: the same ids, interleaved, with the reasons."""
