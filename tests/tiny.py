@@ -274,6 +274,8 @@ class TableRuntime(Runtime):
 
     def keep(self, sequence: int, path: Sequence[int]) -> None:
         tree = self._running.pop(sequence).tree
+        if len(path) == 0:
+            return
         assert list(path) == tree.path(path[-1]), "not a path from the root"
         assert path[-1] < tree.num_candidates, "a scratch node was kept"
         self._tokens[sequence] += [tree.tokens[node] for node in path]

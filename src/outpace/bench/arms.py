@@ -59,11 +59,13 @@ class Arm(ABC):
         name: unique in a run.
         baseline: the arm whose ids this one must reproduce and whose time it is compared with.
         exact: whether it promises to reproduce them.
+        batches: whether it runs several requests side by side; else it is measured alone only.
     """
 
     name: str
     baseline: str
-    exact: bool
+    exact: bool = True
+    batches: bool = True
 
     @abstractmethod
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Measured:
@@ -80,7 +82,7 @@ class MethodArm(Arm):
     """
 
     def __init__(self, name: str, llm: LLM, sampling: dict[str, Any]) -> None:
-        self.name, self.baseline, self.exact = name, "plain", True
+        self.name, self.baseline = name, "plain"
         self.llm, self._sampling = llm, sampling
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Measured:

@@ -42,9 +42,9 @@ def run(
     warm: set[str] = set()
     for done, (num, group, arm, members) in enumerate(todo, start=len(plan) - len(todo)):
         if progress is not None:
-            progress(done, len(plan), f"{arm.name}, {num} at a time")
+            progress(done, len(plan), "Measuring")
         if arm.name not in warm:
-            arm.run([item.prompt for item in members], WARM_UP_TOKENS)
+            arm.run([item.prompt[:WARM_UP_TOKENS] for item in members], WARM_UP_TOKENS)
             warm.add(arm.name)
         measured = arm.run([item.prompt for item in members], max_new_tokens)
         journal.add(
@@ -59,12 +59,13 @@ def run(
             }
         )
     if progress is not None:
-        progress(len(plan), len(plan), "Measured")
+        progress(len(plan), len(plan), "Measuring")
 
 
 def _order(
     arms: Sequence[Arm], items: Sequence[Item], num: int
 ) -> Iterator[tuple[int, int, Arm, Sequence[Item]]]:
+    arms = [arm for arm in arms if num == 1 or arm.batches]
     for group, start in enumerate(range(0, len(items), num)):
         shift = group % len(arms)
         for arm in [*arms[shift:], *arms[:shift]]:

@@ -106,7 +106,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def keep(self, sequence: int, path: Sequence[int]) -> None:
-        """Commits the nodes of `path` (from the root down) of the last tree, drops the others."""
+        """Commits the nodes of `path` (from the root down) of the last tree, drops the others.
+
+        An empty path commits nothing.
+        """
 
     @abstractmethod
     def rewind(self, sequence: int, tokens: Sequence[int]) -> int:
