@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,9 @@ from outpace.bench.figures import (
 from outpace.bench.forward_cost import ForwardCost, measure_forward_cost
 from outpace.bench.harness import Item, run
 from outpace.bench.hf import HFArm, hf_arms
-from outpace.bench.results import summarise
+from outpace.bench.plots import draw_all
+from outpace.bench.report import render
+from outpace.bench.results import provenance, summarise
 from outpace.errors import InvalidRequest
 from outpace.journal import Journal
 from outpace.proposers import Lookup, Plain
@@ -414,6 +417,39 @@ def test_the_command_survives_a_kill_and_writes_a_report(
     assert page.count("data:image/png;base64,") == 5
     for name in ("speedup_by_category", "acceptance_by_depth", "forward_cost", "time_split"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="apt-get install chromium")
+def test_the_report_opens_in_a_browser_without_network(tmp_path: Path) -> None:
+    log: list[str] = []
+    arms = [Fake("plain", log), Fake("b", log, step=2)]
+    with journal_of(tmp_path) as journal:
+        run(arms, ITEMS, journal, max_new_tokens=9, concurrency=[1, 2])
+        summary = summarise(
+            journal.entries,
+            arms,
+            categories={i.number: i.category for i in ITEMS},
+            concurrency=[1, 2],
+            cost=COST,
+        )
+    llm = serve(TransformersRuntime(shared("llama")), Plain())
+    results = {**provenance(llm), **summary}
+    page, shot = tmp_path / "report.html", tmp_path / "shot.png"
+    page.write_text(render(results, draw_all(results)))
+    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,4000"]
+    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9"]
+    home = f"--user-data-dir={tmp_path / 'profile'}"
+    dom = subprocess.run(
+        [*browser, *offline, home, f"--screenshot={shot}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert dom.count("<img") == 6, "a plot is missing"
+    for unit in ("tokens/s", "MiB", "(ms)"):
+        assert unit in dom
+    assert len(shot.read_bytes()) > 50_000, "the page is blank"
 
 
 @pytest.mark.parametrize(
