@@ -14,6 +14,16 @@ namespace outpace {
 namespace {
 
 constexpr int kStrip = 32;
+#ifndef AHEAD
+#define AHEAD 4096
+#endif
+constexpr int kAhead = AHEAD;  // bytes
+
+#if defined(_MSC_VER)
+#define OUTPACE_INLINE __forceinline
+#else
+#define OUTPACE_INLINE inline __attribute__((always_inline))
+#endif
 
 // One row's results for one strip.
 struct Sums {
@@ -22,41 +32,75 @@ struct Sums {
 
 #if defined(__AVX512VNNI__)
 
-template <int rows, int unroll>
-inline void dot_rows(const int8_t* strip, const uint8_t* x, int stride, int k, Sums* sums) {
-    __m512i a[unroll][rows][2];
-    const __m512i none = _mm512_setzero_si512();
-    for (int u = 0; u < unroll; ++u)
-        for (int r = 0; r < rows; ++r) a[u][r][0] = a[u][r][1] = none;
-    for (int i = 0; i < k; i += 4 * unroll, strip += 128 * unroll) {
-        for (int u = 0; u < unroll; ++u) {
-            const __m512i w0 = _mm512_load_si512(strip + 128 * u);
-            const __m512i w1 = _mm512_load_si512(strip + 128 * u + 64);
-            for (int r = 0; r < rows; ++r) {
-                int32_t four;
-                std::memcpy(&four, x + r * stride + i + 4 * u, 4);
-                const __m512i b = _mm512_set1_epi32(four);
-                a[u][r][0] = _mm512_dpbusd_epi32(a[u][r][0], b, w0);
-                a[u][r][1] = _mm512_dpbusd_epi32(a[u][r][1], b, w1);
-            }
-        }
+// Asks for weights before they are needed: the processor's own guesses end at every page.
+template <int lines>
+OUTPACE_INLINE void fetch(const int8_t* weights) {
+    for (int i = 0; i < lines; ++i) _mm_prefetch(weights + kAhead + 64 * i, _MM_HINT_T0);
+}
+
+inline __m512i splat4(const uint8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+}
+
+// Sums of `rows` rows with 32 outputs, in two halves of the inputs so that none waits for itself.
+// Members instead of an array, which compilers would keep in memory.
+template <int rows>
+struct Tile {
+    __m512i low = _mm512_setzero_si512(), high = low, low2 = low, high2 = low;
+    Tile<rows - 1> rest;
+
+    OUTPACE_INLINE void step(__m512i w0, __m512i w1, const uint8_t* x, int stride) {
+        const __m512i four = splat4(x);
+        low = _mm512_dpbusd_epi32(low, four, w0);
+        high = _mm512_dpbusd_epi32(high, four, w1);
+        rest.step(w0, w1, x + stride, stride);
     }
-    for (int half = 0; half < 2; ++half)
-        for (int r = 0; r < rows; ++r) {
-            __m512i total = a[0][r][half];
-            for (int u = 1; u < unroll; ++u) total = _mm512_add_epi32(total, a[u][r][half]);
-            _mm512_store_si512(sums[r].v + 16 * half, total);
-        }
+    OUTPACE_INLINE void step2(__m512i w0, __m512i w1, const uint8_t* x, int stride) {
+        const __m512i four = splat4(x);
+        low2 = _mm512_dpbusd_epi32(low2, four, w0);
+        high2 = _mm512_dpbusd_epi32(high2, four, w1);
+        rest.step2(w0, w1, x + stride, stride);
+    }
+    OUTPACE_INLINE void store(Sums* sums) const {
+        _mm512_store_si512(sums->v, _mm512_add_epi32(low, low2));
+        _mm512_store_si512(sums->v + 16, _mm512_add_epi32(high, high2));
+        rest.store(sums + 1);
+    }
+};
+
+template <>
+struct Tile<0> {
+    OUTPACE_INLINE void step(__m512i, __m512i, const uint8_t*, int) {}
+    OUTPACE_INLINE void step2(__m512i, __m512i, const uint8_t*, int) {}
+    OUTPACE_INLINE void store(Sums*) const {}
+};
+
+template <int rows>
+inline void dot_rows(const int8_t* strip, const uint8_t* x, int stride, int k, Sums* sums) {
+    Tile<rows> tile;
+    for (int i = 0; i < k; i += 8, strip += 256) {
+        fetch<4>(strip);
+        const __m512i w0 = _mm512_load_si512(strip), w1 = _mm512_load_si512(strip + 64);
+        tile.step(w0, w1, x + i, stride);
+        const __m512i w2 = _mm512_load_si512(strip + 128), w3 = _mm512_load_si512(strip + 192);
+        if constexpr (rows <= 4)
+            tile.step2(w2, w3, x + i + 4, stride);
+        else
+            tile.step(w2, w3, x + i + 4, stride);
+    }
+    tile.store(sums);
 }
 
 inline void dot_few(const int8_t* strip, const uint8_t* x, int stride, int k, int rows,
                     Sums* sums) {
     switch (rows) {
-#define OUTPACE_ROWS(n, u) \
-    case n: return dot_rows<n, u>(strip, x, stride, k, sums);
-        OUTPACE_ROWS(1, 4) OUTPACE_ROWS(2, 4) OUTPACE_ROWS(3, 2) OUTPACE_ROWS(4, 2)
-        OUTPACE_ROWS(5, 2) OUTPACE_ROWS(6, 2) OUTPACE_ROWS(7, 1) OUTPACE_ROWS(8, 1)
-        OUTPACE_ROWS(9, 1) OUTPACE_ROWS(10, 1) OUTPACE_ROWS(11, 1) OUTPACE_ROWS(12, 1)
+#define OUTPACE_ROWS(n) \
+    case n: return dot_rows<n>(strip, x, stride, k, sums);
+        OUTPACE_ROWS(1) OUTPACE_ROWS(2) OUTPACE_ROWS(3) OUTPACE_ROWS(4) OUTPACE_ROWS(5)
+        OUTPACE_ROWS(6) OUTPACE_ROWS(7) OUTPACE_ROWS(8) OUTPACE_ROWS(9) OUTPACE_ROWS(10)
+        OUTPACE_ROWS(11) OUTPACE_ROWS(12)
 #undef OUTPACE_ROWS
     }
 }
@@ -87,6 +131,7 @@ inline void dot(const int8_t* strip, const uint8_t* x, int stride, int k, int ro
     _tile_zero(1);
     if (rows <= 16) {
         for (int i = 0; i < k; i += 64, strip += 2048) {
+            fetch<32>(strip);
             _tile_loadd(4, x + i, stride);
             _tile_loadd(6, strip, 128);
             _tile_loadd(7, strip + 64, 128);
@@ -97,6 +142,7 @@ inline void dot(const int8_t* strip, const uint8_t* x, int stride, int k, int ro
         _tile_zero(2);
         _tile_zero(3);
         for (int i = 0; i < k; i += 64, strip += 2048) {
+            fetch<32>(strip);
             _tile_loadd(4, x + i, stride);
             _tile_loadd(6, strip, 128);
             _tile_loadd(7, strip + 64, 128);
