@@ -50,14 +50,15 @@ inline void finish(const float* state, int head_pad, float* out) {
     for (int i = 0; i < head_pad; i += kLanes) store(out + i, div(load(state + kLanes + i), total));
 }
 
-// sums[q] += weights[q][j] * values[j] for j in [from, to), in order.
+// sums[q] += weights[q][j] * values[j] for j in [from, to), in order; `next` is read soon after.
 template <int queries, int vectors>
-inline void weigh(const int8_t* values, int head_pad, int from, int to,
+inline void weigh(const int8_t* values, const int8_t* next, int head_pad, int from, int to,
                   const float (*weights)[kPage], float* const* sums) {
     Vec a[queries][vectors];
     for (int q = 0; q < queries; ++q)
         for (int v = 0; v < vectors; ++v) a[q][v] = load(sums[q] + kLanes * v);
     for (int j = from; j < to; ++j) {
+        fetch_line(next + static_cast<size_t>(j) * head_pad);
         Vec value[vectors];
         for (int v = 0; v < vectors; ++v) value[v] = from_int8(values + j * head_pad + kLanes * v);
         for (int q = 0; q < queries; ++q) {
@@ -70,20 +71,20 @@ inline void weigh(const int8_t* values, int head_pad, int from, int to,
 }
 
 template <int queries>
-inline void weigh_slices(const int8_t* values, int head_pad, int from, int to,
+inline void weigh_slices(const int8_t* values, const int8_t* next, int head_pad, int from, int to,
                          const float (*weights)[kPage], float* const* sums) {
     for (int i = 0; i < head_pad; i += kLanes * kSlice) {
         float* at[queries];
         for (int q = 0; q < queries; ++q) at[q] = sums[q] + i;
         const int left = (head_pad - i) / kLanes;
         if (left >= kSlice)
-            weigh<queries, kSlice>(values + i, head_pad, from, to, weights, at);
+            weigh<queries, kSlice>(values + i, next + i, head_pad, from, to, weights, at);
         else if (left == 3)
-            weigh<queries, 3>(values + i, head_pad, from, to, weights, at);
+            weigh<queries, 3>(values + i, next + i, head_pad, from, to, weights, at);
         else if (left == 2)
-            weigh<queries, 2>(values + i, head_pad, from, to, weights, at);
+            weigh<queries, 2>(values + i, next + i, head_pad, from, to, weights, at);
         else
-            weigh<queries, 1>(values + i, head_pad, from, to, weights, at);
+            weigh<queries, 1>(values + i, next + i, head_pad, from, to, weights, at);
     }
 }
 
@@ -126,6 +127,8 @@ struct Block {
     int head(int q) const { return kv_head * group + (begin + q) % group; }
     void score_strip(const PageView& page, int strip, float* const* out) const {
         Sums sums[kQueries];
+        const int8_t* values = page.values + static_cast<size_t>(strip) * kStrip * head_pad;
+        for (int i = 0; i < kStrip * head_pad; i += 64) fetch_line(values + i);
         for (int q = 0; q < count; q += kMaxFew)
             dot_few(page.keys + static_cast<size_t>(strip) * kStrip * head_pad, bytes[q], 256,
                     head_pad, count - q < kMaxFew ? count - q : kMaxFew, sums + q);
@@ -150,11 +153,13 @@ struct Block {
         }
     }
 
-    // state[q] = the tile's maximum, sum and weighted values.
-    void tile(int number, float* const* state) const {
+    // state[q] = the tile's maximum, sum and weighted values; `following` is this worker's next.
+    void tile(int number, int following, float* const* state) const {
         alignas(64) float s[kQueries][kPage];
         const int base = number * kPage;
         const PageView page = pass.cache->page(layer, kv_head, number);
+        const int8_t* next =
+            following <= last_tile ? pass.cache->page(layer, kv_head, following).keys : page.keys;
         int seen_from[kQueries], in_place[kQueries], seen_to[kQueries];
         int from = kPage, to = 0;
         for (int q = 0; q < count; ++q) {
@@ -178,13 +183,13 @@ struct Block {
             sums[q] = state[q] + kLanes;
         }
         switch (from < to ? count : 0) {
-            case 1: weigh_slices<1>(page.values, head_pad, from, to, s, sums); break;
-            case 2: weigh_slices<2>(page.values, head_pad, from, to, s, sums); break;
+            case 1: weigh_slices<1>(page.values, next, head_pad, from, to, s, sums); break;
+            case 2: weigh_slices<2>(page.values, next, head_pad, from, to, s, sums); break;
 #if defined(__AVX512F__)
-            case 3: weigh_slices<3>(page.values, head_pad, from, to, s, sums); break;
-            case 4: weigh_slices<4>(page.values, head_pad, from, to, s, sums); break;
-            case 5: weigh_slices<5>(page.values, head_pad, from, to, s, sums); break;
-            case 6: weigh_slices<6>(page.values, head_pad, from, to, s, sums); break;
+            case 3: weigh_slices<3>(page.values, next, head_pad, from, to, s, sums); break;
+            case 4: weigh_slices<4>(page.values, next, head_pad, from, to, s, sums); break;
+            case 5: weigh_slices<5>(page.values, next, head_pad, from, to, s, sums); break;
+            case 6: weigh_slices<6>(page.values, next, head_pad, from, to, s, sums); break;
 #endif
         }
         for (int q = 0; q < count; ++q) {
@@ -220,25 +225,27 @@ struct Block {
             for (int j = begin; j < end; ++j) s[j] = 0.0f;
             return;
         }
-        const int* path = work.paths.data() + work.path_begin[row(q)];
-        const float* tail = tails + static_cast<size_t>(q) * work.tail_stride;
-        const int first_tail = pass.start / kStrip * kStrip;
-        for (int j = begin; j < end; ++j) {
-            if (j < seen_from || j >= seen_to)
-                s[j] = kUnseen;
-            else if (j >= in_place)
-                s[j] = tail[path[base + j - pass.start] - first_tail];
+        for (int j = begin; j < seen_from; ++j) s[j] = kUnseen;
+        for (int j = seen_to; j < end; ++j) s[j] = kUnseen;
+        const float* value_scales = page.value_scales;
+        alignas(64) float own_scales[kPage];
+        const int tail = in_place > seen_from ? in_place : seen_from;
+        if (tail < seen_to) {  // keys of this forward, which stand elsewhere
+            std::memcpy(own_scales, value_scales, sizeof own_scales);
+            const int* path = work.paths.data() + work.path_begin[row(q)] + (base - pass.start);
+            const float* scores = tails + static_cast<size_t>(q) * work.tail_stride;
+            const int first_score = pass.start / kStrip * kStrip;
+            for (int j = tail; j < seen_to; ++j) {
+                const int slot = path[j], at = slot % kPage;
+                s[j] = scores[slot - first_score];
+                own_scales[j] = pass.cache->page(layer, kv_head, slot / kPage).value_scales[at];
+            }
+            value_scales = own_scales;
         }
         Vec top = splat(kUnseen);
         for (int j = begin; j < end; j += kLanes) top = max(load(s + j), top);
         const float m = largest(top);
         Vec total = splat(0.0f);
-        alignas(64) float value_scales[kPage];
-        std::memcpy(value_scales + begin, page.value_scales + begin, sizeof(float) * (end - begin));
-        for (int j = in_place > seen_from ? in_place : seen_from; j < seen_to; ++j) {
-            const int slot = path[base + j - pass.start];
-            value_scales[j] = pass.cache->page(layer, kv_head, slot / kPage).value_scales[slot % kPage];
-        }
         const Vec unseen = splat(0.5f * kUnseen);
         for (int j = begin; j < end; j += kLanes) {
             const Vec score = load(s + j);

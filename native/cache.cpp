@@ -1,9 +1,45 @@
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <stdexcept>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#elif defined(_WIN32)
+#include <malloc.h>
+#endif
 
 #include "model.h"
 
 namespace outpace {
+namespace {
+
+// Zeros, so that free slots hold numbers; in huge pages where the system has them.
+void* allocate_page(size_t bytes) {
+    constexpr size_t huge = size_t{1} << 21;
+    const size_t alignment = bytes >= huge ? huge : 64;
+    void* memory = nullptr;
+#if defined(_WIN32)
+    memory = _aligned_malloc(bytes, alignment);
+#else
+    if (posix_memalign(&memory, alignment, bytes) != 0) memory = nullptr;
+#endif
+    if (memory == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (alignment == huge) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+    return std::memset(memory, 0, bytes);
+}
+
+}  // namespace
+
+void FreePage::operator()(uint8_t* page) const {
+#if defined(_WIN32)
+    _aligned_free(page);
+#else
+    std::free(page);
+#endif
+}
 
 Cache::Cache(const Shape& shape, int layers)
     : layers_(layers), kv_heads_(shape.kv_heads), head_pad_(shape.head_pad()) {
@@ -13,15 +49,13 @@ Cache::Cache(const Shape& shape, int layers)
 
 void Cache::reserve(int slots) {
     while (static_cast<int64_t>(pages_.size()) * kPage < slots) {
-        // 64 more so that the first byte can be aligned; zeros, so that free slots hold numbers
-        pages_.emplace_back(new uint8_t[page_bytes_ + 64]());
+        pages_.emplace_back(static_cast<uint8_t*>(allocate_page(page_bytes_)));
     }
 }
 
 PageView Cache::page(int layer, int kv_head, int page) const {
-    auto address = reinterpret_cast<uintptr_t>(pages_[page].get());
-    auto* base = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);
-    base += head_bytes_ * (static_cast<size_t>(layer) * kv_heads_ + kv_head);
+    const size_t index = static_cast<size_t>(layer) * kv_heads_ + kv_head;
+    uint8_t* base = pages_[page].get() + head_bytes_ * index;
     const size_t plane = static_cast<size_t>(kPage) * head_pad_;
     auto* numbers = reinterpret_cast<float*>(base + 2 * plane);
     return {reinterpret_cast<int8_t*>(base), reinterpret_cast<int8_t*>(base + plane), numbers,

@@ -14,10 +14,7 @@ namespace outpace {
 namespace {
 
 constexpr int kStrip = 32;
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
-constexpr int kAhead = AHEAD;  // bytes
+constexpr int kAhead = 4096;  // bytes
 
 #if defined(_MSC_VER)
 #define OUTPACE_INLINE __forceinline

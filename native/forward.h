@@ -157,14 +157,14 @@ struct Worker {
                             if (item++ % work.workers != id) continue;
                             for (int q = 0; q < block.count; ++q)
                                 state[q] = partial(block.row(q), block.head(q), tile);
-                            block.tile(tile, state);
+                            block.tile(tile, tile + work.workers, state);
                         }
                         continue;
                     }
                     for (int q = 0; q < block.count; ++q) running[q][1] = 0.0f;
                     for (int tile = block.first_tile; tile <= block.last_tile; ++tile) {
                         for (int q = 0; q < block.count; ++q) state[q] = room[q];
-                        block.tile(tile, state);
+                        block.tile(tile, tile + 1, state);
                         for (int q = 0; q < block.count; ++q) merge(running[q], room[q], pad);
                     }
                     for (int q = 0; q < block.count; ++q)

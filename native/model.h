@@ -66,6 +66,10 @@ struct PageView {
     float* value_scales;
 };
 
+struct FreePage {
+    void operator()(uint8_t* page) const;
+};
+
 // One sequence's keys and values. Slots before `length` are committed, slot = position.
 class Cache {
   public:
@@ -89,7 +93,7 @@ class Cache {
     size_t head_bytes_, page_bytes_;
     int length_ = 0;
     int pending_ = 0;  // slots behind the committed ones that the last forward wrote
-    std::vector<std::unique_ptr<uint8_t[]>> pages_;
+    std::vector<std::unique_ptr<uint8_t[], FreePage>> pages_;
 };
 
 // One sequence's rows of a forward.

@@ -17,6 +17,14 @@ namespace {  // a copy for each instruction set: the linker must not merge them
 
 constexpr int kLanes = 16;
 
+inline void fetch_line(const void* p) {
+#if defined(__GNUC__)
+    __builtin_prefetch(p);
+#else
+    (void)p;
+#endif
+}
+
 #if defined(__AVX512F__)
 
 struct Vec {
