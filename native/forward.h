@@ -62,13 +62,15 @@ struct Worker {
             for (int j = 0; j < 4; ++j)
                 out[i + j] = scale * strip[i * kStrip + 4 * (token % kStrip) + j];
         rotate(out, m.inputs, kBlock);
+        const int hidden = model.shape.hidden;  // rounding left something in the padding
+        std::memset(out + hidden, 0, sizeof(float) * (m.inputs - hidden));
     }
 
     Rows norm_rows(const float* weight) const {
         const int n = shape.hidden_pad();
         return prepare_rows(n, [&](int r) {
             float* out = normed(r);
-            normalise(work.x.data() + static_cast<size_t>(r) * n, weight, shape.hidden,
+            normalise(work.x.data() + static_cast<size_t>(r) * n, weight, shape.hidden, n,
                       shape.norm_eps, out);
             return out;
         });
@@ -89,7 +91,7 @@ struct Worker {
 
     void turn(float* head, const float* norm, int position) const {
         if (norm != nullptr) {
-            normalise(head, norm, shape.head_dim, shape.norm_eps, head);
+            normalise(head, norm, shape.head_dim, shape.head_pad(), shape.norm_eps, head);
         }
         const int half = shape.head_dim / 2;
         const float* c = model.cosines + static_cast<size_t>(position) * half;
@@ -168,7 +170,7 @@ struct Worker {
                         for (int q = 0; q < block.count; ++q) merge(running[q], room[q], pad);
                     }
                     for (int q = 0; q < block.count; ++q)
-                        finish(running[q], pad, mixed(block.row(q), block.head(q)));
+                        settle(running[q], block.row(q), block.head(q));
                 }
         meet();
         if (!work.split_chunks) return;
@@ -181,7 +183,7 @@ struct Worker {
             running[0][1] = 0.0f;
             for (int tile = low / kPage; tile <= position / kPage; ++tile)
                 merge(running[0], partial(r, head, tile), pad);
-            finish(running[0], pad, mixed(r, head));
+            settle(running[0], r, head);
         }
         meet();
     }
@@ -190,9 +192,13 @@ struct Worker {
         const size_t at = (static_cast<size_t>(row) * shape.heads + head) * work.chunks + tile;
         return work.partials.data() + at * partial_size(shape);
     }
-    float* mixed(int row, int head) const {
-        return work.mixed.data() + static_cast<size_t>(row) * shape.attention_pad() +
-               head * shape.head_pad();
+    // A head's result into its row; the last one clears the padding, which rotations fill.
+    void settle(const float* state, int row, int head) const {
+        const int pad = shape.head_pad(), width = shape.attention_pad();
+        float* out = work.mixed.data() + static_cast<size_t>(row) * width;
+        finish(state, pad, out + head * pad);
+        if (head + 1 == shape.heads)
+            std::memset(out + shape.heads * pad, 0, sizeof(float) * (width - shape.heads * pad));
     }
 
     // x += rows of `buffer` through `matrix`
@@ -272,7 +278,7 @@ struct Worker {
         for (int r = mine.begin; r < mine.end; ++r) {
             float* out = work.normed.data() + static_cast<size_t>(r) * n;
             normalise(work.x.data() + static_cast<size_t>(r) * n, model.final_norm, shape.hidden,
-                      shape.norm_eps, out);
+                      n, shape.norm_eps, out);
             std::memcpy(work.hidden + static_cast<size_t>(r) * shape.hidden, out,
                         sizeof(float) * shape.hidden);
         }

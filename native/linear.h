@@ -10,9 +10,9 @@ namespace {
 
 constexpr int kBlock = 64;  // inputs that one rotation mixes; packing rotates the weights alike
 
-// Root mean square norm over n numbers; the padding behind them stays zero.
-inline void normalise(const float* x, const float* weight, int n, float eps, float* out) {
-    const int padded = Shape::padded(n, kLanes);
+// Root mean square norm over n of `padded` numbers; the others are zeros and stay so.
+inline void normalise(const float* x, const float* weight, int n, int padded, float eps,
+                      float* out) {
     Vec squares = splat(0.0f);
     for (int i = 0; i < padded; i += kLanes) {
         const Vec v = load(x + i);
