@@ -253,7 +253,7 @@ class Engine:
             stats=Stats(
                 method=request.method.name,
                 exact=params.exact,
-                exactness="same-shape" if self.runtime.same_shape else "ordinary",
+                exactness=self.runtime.exactness,
                 prompt_tokens=len(prompt),
                 reused_tokens=reused,
             ),

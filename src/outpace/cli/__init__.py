@@ -161,6 +161,7 @@ def _load(values: dict[str, Any], *, method: str = "plain", **method_arguments: 
             device=values["device"],
             dtype=values["dtype"],
             exactness=values["exactness"],
+            runtime=values["runtime"],
             cache=cache_folder(),
             notice=progress.notice,
             progress=progress,

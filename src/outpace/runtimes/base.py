@@ -64,6 +64,11 @@ class Runtime(ABC):
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def exactness(self) -> str:
+        """How alike a token's logits are in different forwards: "ordinary" is up to rounding."""
+        return "same-shape" if self.same_shape else "ordinary"
+
     @abstractmethod
     def open(self) -> int:
         """Starts an empty sequence and gives its id."""

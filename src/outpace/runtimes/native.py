@@ -95,6 +95,10 @@ class NativeRuntime(Runtime):
         self._num_positions = 0
         self._sequences: dict[int, _Sequence] = {}
 
+    @property
+    def exactness(self) -> str:
+        return "bit-exact"
+
     # Sequences
 
     def open(self) -> int:
