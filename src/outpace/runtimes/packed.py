@@ -138,7 +138,9 @@ class _Packer:
     def _take(self, name: str, *shape: int) -> Tensor:
         tensor = self.source(name)
         if tensor is None:
-            raise InvalidCheckpoint(f"the checkpoint lacks the tensor {name}")
+            raise UnsupportedModel(
+                f"the native runtime needs the tensor {name}, which the checkpoint lacks: {ADVICE}"
+            )
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(
                 f"{name} has the shape {tuple(tensor.shape)}, the native runtime needs {shape}: "
