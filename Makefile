@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # Nothing here downloads a model: the demo and the tests use the embedded one and tiny random ones.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test check docs verify-long clean
+.PHONY: setup demo test check docs verify-long native-fuzz clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,14 @@ verify-long: $(STAMP)
 	@test -n '$(PROMPTS)' || { echo 'make verify-long PROMPTS=FILE (JSONL with turns or prompt)'; exit 2; }
 	$(BIN)/python benchmarks/verify_long.py --prompts '$(PROMPTS)' --dtype float32 --out verify-float32.json
 	$(BIN)/python benchmarks/verify_long.py --prompts '$(PROMPTS)' --dtype bfloat16 --out verify-bfloat16.json
+
+# The native runtime under AddressSanitizer and UndefinedBehaviorSanitizer, then ThreadSanitizer.
+native-fuzz:
+	for kind in address,undefined thread; do \
+		cmake -S native -B build/fuzz-$$kind -DOUTPACE_FUZZ=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+			-DCMAKE_CXX_FLAGS="-fsanitize=$$kind -fno-sanitize-recover=all" && \
+		cmake --build build/fuzz-$$kind && build/fuzz-$$kind/fuzz 20 || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -217,7 +217,7 @@ class Engine:
             stats = Stats(
                 method=request.method.name,
                 exact=request.params.exact,
-                exactness="same-shape" if self.runtime.same_shape else "ordinary",
+                exactness=self.runtime.exactness,
                 prompt_tokens=len(request.prompt),
             )
             limit = request.params.max_new_tokens

