@@ -243,7 +243,8 @@ class _Auditor:
         tokenizer = self.model.tokenizer
         place: dict[str, int | str | None] = {}
         if tokenizer is not None and miss.at is not None:
-            place["offset"] = len(tokenizer.decode(tokens[: miss.at]))
+            stream = Detokenizer(tokenizer)  # whole characters only
+            place["offset"] = sum(len(stream.push(token)) for token in tokens[: miss.at])
             for name, token in (("found_text", miss.found), ("expected_text", miss.expected)):
                 place[name] = None if token is None else tokenizer.token_texts.get(token)
         return Audit(
