@@ -22,6 +22,7 @@ from outpace.cli.terminal import (
     read_stdin,
     stats_lines,
 )
+from outpace.cli.verify import verify
 from outpace.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -135,6 +136,9 @@ def info(**values: Any) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         click.echo(f"{name:{width}}  {_readable(name, value)}")
+
+
+cli.add_command(verify)
 
 
 def main() -> None:
