@@ -13,7 +13,7 @@ from tiny import TableRuntime, random_table, shared
 
 from outpace.engine import Engine, Event, Request
 from outpace.errors import InvalidRequest, NumericalError
-from outpace.proposers.base import Method
+from outpace.proposers.base import Method, Proposer
 from outpace.proposers.plain import Plain
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.sampling import SamplingParams
@@ -212,8 +212,38 @@ def test_no_budget_no_work() -> None:
     assert next((e.request, e.tokens, e.finish_reason) for e in events) == (0, [], "length")
     assert events[0].stats.completion_tokens == 0
     assert all(work.tree.tokens[0] in (3, 4) for work in runtime.passes), "it computed something"
-    assert method.num_closed == 1
+    assert (method.num_closed, method.trees) == (0, []), "its proposer was started"
     assert tokens_of(drain(engine))[1][-1] == right([3, 4])[-1]
+
+
+def test_a_request_without_budget_leaves_the_idle_cache_alone() -> None:
+    runtime = TableRuntime(TABLE)
+    engine = Engine(runtime)
+    engine.add(request(0, [1, 2, 3, 4]))
+    drain(engine)
+    engine.add(request(1, [9, 8], max_new_tokens=0))
+    drain(engine)
+    engine.add(request(2, [1, 2, 3, 4]))
+    assert drain(engine)[-1].stats.reused_tokens == 3
+
+
+class Unstartable(Plain):
+    """A method whose weights are gone, say."""
+
+    def start(self) -> Proposer:
+        raise RuntimeError("cannot start")
+
+
+def test_a_method_that_cannot_start_ends_its_own_request_only() -> None:
+    runtime = TableRuntime(TABLE)
+    engine = Engine(runtime)
+    engine.add(request(0, [1, 2], Unstartable()))
+    engine.add(request(1, [3, 4]))
+    events = drain(engine)
+    assert [str(e.error) for e in events if e.request == 0] == ["cannot start"]
+    assert events[0].finish_reason == "error"
+    assert tokens_of(events)[1] == right([3, 4])
+    assert runtime.num_open == 1, "the failed request holds a sequence"
 
 
 @pytest.mark.parametrize("size", [19, 20])

@@ -77,7 +77,7 @@ def test_27_the_effect_alone_is_enough_to_refuse_them(
     """Where the configuration named no recurrent layer, the check on the weights would find it."""
     model = build(family)
     monkeypatch.setattr(
-        "outpace.runtimes.transformers._layer_types",
+        "outpace.runtimes.transformers.layer_types",
         lambda config, _: ["full_attention"] * config.num_hidden_layers,
     )
     with pytest.raises(UnsupportedModel, match=f"{type(model).__name__} cannot verify"):

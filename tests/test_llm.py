@@ -430,3 +430,16 @@ def test_load_takes_a_model_and_its_tokenizer() -> None:
     assert len(result.text) == 8
     with pytest.raises(InvalidRequest, match="go with a method's name only"):
         outpace.load(shared("llama"), method=Lookup(), min_ngram=2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [([1], {"temprature": 1}, "unknown parameter"), ([], {}, "empty"), ([99], {}, "outside")],
+)
+def test_a_bad_stream_is_refused_at_the_call(
+    prompt: list[int], sampling: dict[str, Any], message: str
+) -> None:
+    llm = serve(TableRuntime(TABLE))
+    with pytest.raises(InvalidRequest, match=message):
+        llm.stream(prompt, **sampling)
+    assert len(list(llm.stream([1], max_new_tokens=3))) == 3, "control: a good one starts"

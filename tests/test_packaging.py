@@ -145,3 +145,9 @@ def _name(requirement: str) -> str:
     match = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert match is not None
     return re.sub("[-_.]+", "-", match[0]).lower()
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "outpace", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert outpace.__version__ in shown

@@ -199,6 +199,13 @@ def test_25_one_prompt_one_way() -> None:
     assert tokenizer.prompt_ids((1, 7, 1), raw=False) == [1, 7, 1]
 
 
+def test_an_empty_text_is_refused_also_where_bos_would_open_it() -> None:
+    tokenizer = Tokenizer(byte_fallback())
+    assert tokenizer.encode("") == [1], "control: the tokenizer opens an empty text"
+    with pytest.raises(InvalidRequest, match="empty"):
+        tokenizer.prompt_ids("", raw=True)
+
+
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [

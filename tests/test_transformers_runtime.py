@@ -33,7 +33,8 @@ from transformers import PreTrainedModel
 
 from outpace.errors import InvalidRequest, UnsupportedModel
 from outpace.runtimes.base import Pass
-from outpace.runtimes.transformers import TransformersRuntime, load_pretrained
+from outpace.runtimes.pretrained import load_pretrained
+from outpace.runtimes.transformers import TransformersRuntime
 from outpace.tree import Tree
 
 LLAMA4: PreTrainedModel = llama4()
@@ -640,7 +641,7 @@ def test_auto_takes_same_shapes_in_half_precision_where_they_are_cheap(
     notices: list[str] = []
     for cost, same_shape in ((1.1, True), (1.2, False)):
         monkeypatch.setattr(
-            "outpace.runtimes.transformers.measure_cost", lambda *_, cost=cost, **__: cost
+            "outpace.runtimes.verdict.measure_cost", lambda *_, cost=cost, **__: cost
         )
         runtime = TransformersRuntime(
             build("llama", dtype=torch.bfloat16, **WIDE), notice=notices.append

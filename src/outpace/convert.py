@@ -93,7 +93,7 @@ def _load(file: Path, header: GGUFHeader) -> tuple[PreTrainedTokenizerBase, Any]
     import torch
     import transformers
 
-    from outpace.runtimes.transformers import load_pretrained
+    from outpace.runtimes.pretrained import load_pretrained
 
     try:
         with redirect_stderr(io.StringIO()):  # its progress bars cannot be switched off

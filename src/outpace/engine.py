@@ -138,6 +138,15 @@ class Engine:
         Raises:
             InvalidRequest: when it can never run; nothing is computed then.
         """
+        self.check(request)
+        self._waiting.append((request, time.perf_counter()))
+
+    def check(self, request: Request) -> None:
+        """Refuses a request that can never run.
+
+        Raises:
+            InvalidRequest: naming what is wrong with it.
+        """
         size = len(request.prompt)
         if size == 0:
             raise InvalidRequest("the prompt is empty: give at least one token")
@@ -154,7 +163,6 @@ class Engine:
         request.params.check_vocabulary(self.runtime.vocab_size)
         if request.params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer: load one, or use stop_token_ids")
-        self._waiting.append((request, time.perf_counter()))
 
     def cancel(self, request_id: int) -> None:
         """Drops a request; it costs nothing from the next step on. Unknown ids are ignored."""
@@ -184,7 +192,7 @@ class Engine:
             try:
                 trees.append((running, self._propose(running)))
             except Exception as error:  # a draft or a user's code: ends its own request only
-                events.append(self._end(running, "error", error))
+                events.append(self._end(running, error))
         if not trees:
             return events
         outputs = self.runtime.forward(
@@ -196,67 +204,64 @@ class Engine:
             try:
                 events.append(self._accept(running, tree, output))
             except Exception as error:  # overflowing logits, or a user's processor
-                events.append(self._end(running, "error", error))
+                events.append(self._end(running, error))
         return events
 
     # Schedule
 
     def _admit(self) -> list[Event]:
-        """Starts waiting requests while there is room; those without budget end at once."""
+        """Starts waiting requests while there is room; those that cannot run end at once."""
         events = []
         while self._waiting and len(self._running) < self.max_batch:
             request, added = self._waiting.popleft()
-            running = self._start(request, added)
-            if running.num_left > 0:
-                self._running.append(running)
+            stats = Stats(
+                method=request.method.name,
+                exact=request.params.exact,
+                exactness="same-shape" if self.runtime.same_shape else "ordinary",
+                prompt_tokens=len(request.prompt),
+            )
+            limit = request.params.max_new_tokens
+            room = self.runtime.max_context - len(request.prompt)
+            budget = room if limit is None else min(room, limit)
+            if budget == 0:
+                events.append(_last_event(request, stats, added, "length"))
                 continue
-            events.append(self._end(running, "length"))
+            try:
+                self._running.append(self._start(request, stats, added=added, budget=budget))
+            except Exception as error:  # a method that cannot start ends its own request only
+                events.append(_last_event(request, stats, added, "error", error))
         return events
 
-    def _end(self, running: _Running, reason: str, error: Exception | None = None) -> Event:
-        """Releases a request that ends without another token."""
-        running.stats.seconds = time.perf_counter() - running.added
+    def _end(self, running: _Running, error: Exception) -> Event:
+        """Releases a request that failed."""
         self._release(running)
-        return Event(
-            request=running.request.id,
-            tokens=[],
-            text="",
-            logprobs=[],
-            finish_reason=reason,
-            stats=running.stats,
-            error=error,
-        )
+        return _last_event(running.request, running.stats, running.added, "error", error)
 
-    def _start(self, request: Request, added: float) -> _Running:
+    def _start(self, request: Request, stats: Stats, *, added: float, budget: int) -> _Running:
         params, prompt = request.params, list(request.prompt)
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(self.end_ids)
-        room = self.runtime.max_context - len(prompt)
-        budget = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
-        sequence, reused = self._open(prompt[:-1])
+        sampler = Sampler(
+            params,
+            prompt=prompt,
+            seed=request.seed,
+            vocab_size=self.runtime.vocab_size,
+            end_ids=sorted(stop_ids),
+            device=self.runtime.device,
+        )
+        text = None if self.tokenizer is None else self.tokenizer.stream(params)
+        proposer = request.method.start()
+        sequence, stats.reused_tokens = self._open(prompt[:-1])  # last: nothing fails after it
         return _Running(
             request=request,
             sequence=sequence,
-            sampler=Sampler(
-                params,
-                prompt=prompt,
-                seed=request.seed,
-                vocab_size=self.runtime.vocab_size,
-                end_ids=sorted(stop_ids),
-                device=self.runtime.device,
-            ),
-            proposer=request.method.start(),
-            text=None if self.tokenizer is None else self.tokenizer.stream(params),
+            sampler=sampler,
+            proposer=proposer,
+            text=text,
             end_ids=frozenset(stop_ids),
             budget=budget,
-            stats=Stats(
-                method=request.method.name,
-                exact=params.exact,
-                exactness="same-shape" if self.runtime.same_shape else "ordinary",
-                prompt_tokens=len(prompt),
-                reused_tokens=reused,
-            ),
+            stats=stats,
             added=added,
         )
 
@@ -379,6 +384,22 @@ class Engine:
             )
             entries.append(TokenLogprob(token, float(row[token]), list(best)))
         return entries
+
+
+def _last_event(
+    request: Request, stats: Stats, added: float, reason: str, error: Exception | None = None
+) -> Event:
+    """The event of a request that ends without another token."""
+    stats.seconds = time.perf_counter() - added
+    return Event(
+        request=request.id,
+        tokens=[],
+        text="",
+        logprobs=[],
+        finish_reason=reason,
+        stats=stats,
+        error=error,
+    )
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:

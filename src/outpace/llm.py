@@ -6,7 +6,8 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -179,8 +180,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Iterator[Piece]:
         """Like `generate`, piece by piece; closing the iterator stops the work."""
-        for _, piece in self._run([prompt], raw, sampling):
-            yield piece
+        return _pieces(self._run([prompt], raw, sampling))
 
     def info(self) -> dict[str, Any]:
         """What is loaded and how it runs."""
@@ -205,15 +205,15 @@ class LLM:
 
     def _run(
         self, prompts: Sequence[Prompt], raw: bool, sampling: dict[str, Any]
-    ) -> Iterator[tuple[int, Piece]]:
-        """Pieces of all prompts as they come, with the prompt's number."""
+    ) -> Generator[tuple[int, Piece], None, None]:
+        """Pieces of all prompts as they come, with the prompt's number; bad ones fail here."""
         params = make_params(self.model.tokenizer, sampling)
         runs = []
         for number, prompt in enumerate(prompts):
             ids = prompt_ids(self.model.tokenizer, prompt, raw=raw)
             seed = secrets.randbits(63) if params.seed is None else params.seed
             runs.append(_Run(number, ids, params, seed, self.method))
-        yield from self._engine.run(runs)
+        return self._engine.run(runs)
 
 
 class _Run:
@@ -229,6 +229,16 @@ class _Run:
         self.seeds = [(seed + i * _SEED_STEP) % 2**64 for i in range(params.n)]
         self.events: list[list[Event]] = [[] for _ in self.seeds]
         self.num_open = params.n
+
+    def request(self, index: int, request_id: int) -> Request:
+        """What the engine runs for choice `index`."""
+        return Request(
+            id=request_id,
+            prompt=self.prompt,
+            params=self.params,
+            seed=self.seeds[index],
+            method=self.method,
+        )
 
     def add(self, index: int, event: Event) -> Piece:
         """Books an event of choice `index` and gives the piece for the user."""
@@ -279,25 +289,31 @@ class _SharedEngine:
         self._ids = itertools.count()
         self._inbox: dict[int, deque[Event]] = {}
 
-    def run(self, runs: Sequence[_Run]) -> Iterator[tuple[int, Piece]]:
-        """Adds all choices of all runs and yields their pieces until the last one ends."""
+    def run(self, runs: Sequence[_Run]) -> Generator[tuple[int, Piece], None, None]:
+        """Adds all choices of all runs and yields their pieces until the last one ends.
+
+        Raises:
+            InvalidRequest: at once, before anything is added.
+        """
+        requests = [
+            (run, index, run.request(index, next(self._ids)))
+            for run in runs
+            for index in range(run.num_open)
+        ]
+        for _, _, request in requests:
+            self._engine.check(request)
+        return self._run(requests)
+
+    def _run(
+        self, requests: Sequence[tuple[_Run, int, Request]]
+    ) -> Generator[tuple[int, Piece], None, None]:
         open_runs: dict[int, tuple[_Run, int]] = {}
         try:
             with self._lock:
-                for run in runs:
-                    for index, seed in enumerate(run.seeds):
-                        request_id = next(self._ids)
-                        self._inbox[request_id] = deque()
-                        open_runs[request_id] = (run, index)
-                        self._engine.add(
-                            Request(
-                                id=request_id,
-                                prompt=run.prompt,
-                                params=run.params,
-                                seed=seed,
-                                method=run.method,
-                            )
-                        )
+                for run, index, request in requests:
+                    self._inbox[request.id] = deque()
+                    open_runs[request.id] = (run, index)
+                    self._engine.add(request)
             while open_runs:
                 for request_id, event in self._take(list(open_runs)):
                     run, index = open_runs[request_id]
@@ -377,6 +393,13 @@ def load(
     elif method_options:
         raise InvalidRequest(f"options {sorted(method_options)} go with a method's name only")
     return LLM(loaded, method, max_nodes=max_nodes)
+
+
+def _pieces(run: Generator[tuple[int, Piece], None, None]) -> Iterator[Piece]:
+    """A run's pieces; closing this closes the run."""
+    with closing(run):
+        for _, piece in run:
+            yield piece
 
 
 def make_params(tokenizer: Tokenizer | None, sampling: Mapping[str, Any]) -> SamplingParams:

@@ -85,7 +85,9 @@ def load_model(
         place = _device(device)
         folder = resolve(model, cache=cache, progress=progress)
         check_folder(folder)
-    from outpace.runtimes.transformers import TransformersRuntime, load_pretrained
+    from outpace.runtimes.pretrained import load_pretrained
+    from outpace.runtimes.transformers import TransformersRuntime
+    from outpace.runtimes.verdict import Verdicts
     from outpace.text import Tokenizer
 
     with quiet_transformers():
@@ -104,15 +106,24 @@ def load_model(
             tokenizer = Tokenizer.load(folder)
         elif tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer(tokenizer)
-        runtime = TransformersRuntime(model, exactness=exactness, notice=notice)
+        weights = fingerprint(model.state_dict().items())
+        verdicts = None  # a loaded model may have been changed in ways that no file shows
+        if folder is not None:
+            verdicts = Verdicts(folder=cache_folder(cache) / "verdicts", fingerprint=weights)
+        runtime = TransformersRuntime(model, exactness=exactness, notice=notice, verdicts=verdicts)
     return Model(
         name=name,
         runtime=runtime,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(model, tokenizer),
-        fingerprint=fingerprint(model.state_dict().items()),
+        fingerprint=weights,
         cache=cache,
     )
+
+
+def cache_folder(cache: Path | None) -> Path:
+    """Where converted models and verdicts are kept; None is the default folder."""
+    return Path.home() / ".cache" / "outpace" if cache is None else cache
 
 
 def resolve(
@@ -124,7 +135,7 @@ def resolve(
         ModelNotFound: saying what was looked for and what to do.
         InvalidCheckpoint: for a truncated or broken file.
     """
-    cache = Path.home() / ".cache" / "outpace" if cache is None else cache
+    cache = cache_folder(cache)
     if str(model) == "smollm2":
         embedded = _embedded_file()
         if embedded is not None:

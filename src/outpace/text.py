@@ -126,9 +126,11 @@ class Tokenizer:
         """
         ids: list[int] = []
         if isinstance(prompt, str):
-            if raw or not self.inner.chat_template:
+            if not prompt:
+                ids = []  # also where the tokenizer would open an empty text with BOS
+            elif raw or not self.inner.chat_template:
                 ids = self.encode(prompt)
-            elif prompt:
+            else:
                 ids = self.encode_chat([{"role": "user", "content": prompt}])
         elif not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise InvalidRequest(f"a prompt is text, messages or ids, not {type(prompt).__name__}")

@@ -109,5 +109,5 @@ class Method(ABC):
         """A proposer with fresh per-request state."""
 
     def memory(self) -> int:
-        """Bytes of the weights that this method adds to the target's."""
+        """Bytes that this method adds to the target's: weights, and a draft's own cache."""
         return 0

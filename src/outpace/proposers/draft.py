@@ -89,7 +89,7 @@ class Draft(Method):
         return DraftProposer(self)
 
     def memory(self) -> int:
-        return self.runtime.memory()["weights"]
+        return sum(self.runtime.memory().values())
 
 
 class DraftProposer(Proposer):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+ROOM = 64  # keys by which a sequence's room grows where paths are appended to it
+
 
 @dataclass(slots=True)
 class Plan:
@@ -104,7 +106,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if slot not in self.pending:
             return
         keys, values = self.pending.pop(slot)
-        self.reserve(slot + 1, start + count)
+        self.reserve(slot + 1, -(-(start + count) // ROOM) * ROOM)
         self.keys[slot, :, start : start + count] = keys[path, :, :count]
         self.values[slot, :, start : start + count] = values[path, :, :count]
 

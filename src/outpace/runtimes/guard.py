@@ -22,6 +22,8 @@ FLOORS = {torch.float32: 1e-4, torch.float64: 1e-4}
 HALF_FLOOR = 0.1
 NOISE_FACTOR = 10.0
 LARGEST_NOISE = 0.2  # a row that sees later tokens changes by more than rounding does
+CHECK_TEXT = 3
+LONGEST_WINDOW = 256  # a check of a longer one would cost more than it could show
 # Step and largest count. One to three rows often take kernels of their own, hard to tell apart.
 ROW_CLASSES = ((4, 64), (8, 64), (8, 8))
 ROW_COUNTS = (4, 8, 12, 16, 24, 32, 64)
@@ -68,25 +70,26 @@ class RowClass:
 def check_model(runtime: TransformersRuntime) -> SelfCheck:
     """Verifies a tree, keeps a branch, goes on, and compares with recomputation from scratch.
 
-    The text a b c is cached, then the tree
+    A text is cached that is longer than a short window of attention, then the tree
 
         d - e - g
           - f            of which d f is kept, then h and i follow one by one.
     """
-    a, b, c, d, e, f, g, h, i = _some_tokens(runtime.vocab_size, 9)
+    size = CHECK_TEXT + min(runtime.window, LONGEST_WINDOW)
+    size = max(CHECK_TEXT, min(size, runtime.max_context - CHECK_TEXT - 6))
+    *text, d, e, f, g, h, i = _some_tokens(runtime.vocab_size, size + 6)
     try:
-        long = _recompute(runtime, [a, b, c, d, f])
+        long = _recompute(runtime, [*text, d, f])
         noise = max(
-            _distance(_recompute(runtime, [a, b, c, d][:n])[-1:], long[n - 1 : n])
-            for n in (1, 2, 4)
+            _distance(_recompute(runtime, [*text, d][:n])[-1:], long[n - 1 : n]) for n in (1, 2, 4)
         )
         references = [
-            _recompute(runtime, [a, b, c, d, e, g])[-2:],
+            _recompute(runtime, [*text, d, e, g])[-2:],
             long[-2:],
-            _recompute(runtime, [a, b, c, d, f, h, i])[-2:],
+            _recompute(runtime, [*text, d, f, h, i])[-2:],
         ]
-        logits = _tree_logits(runtime, (a, b, c, d, e, f, g, h, i))
-        single = _single_logits(runtime, (a, b, c, d, f))
+        logits = _tree_logits(runtime, text, (d, e, f, g, h, i))
+        single = _single_logits(runtime, [*text, d, f])
     except Exception as error:  # any failure of a model's code means that it cannot run so
         return SelfCheck(
             failure=f"{type(error).__name__}: {error}", gap=0.0, bit_lossless=False, noise=0.0
@@ -238,11 +241,10 @@ def _module_outputs(runtime: TransformersRuntime, trees: dict[int, Tree]) -> dic
     return outputs
 
 
-def _tree_logits(runtime: TransformersRuntime, tokens: tuple[int, ...]) -> Tensor:
-    a, b, c, d, e, f, g, h, i = tokens
+def _tree_logits(runtime: TransformersRuntime, text: list[int], nodes: tuple[int, ...]) -> Tensor:
+    d, e, f, g, h, i = nodes
     sequence = runtime.open()
-    runtime.forward([Pass(sequence=sequence, tree=Tree.chain([a, b, c]), rows=[])])
-    runtime.keep(sequence, [0, 1, 2])
+    _cache(runtime, sequence, text)
     tree = Tree(tokens=[d, e, f, g], parents=[-1, 0, 0, 1])
     out = runtime.forward([Pass(sequence=sequence, tree=tree, rows=range(4))])[0].logits.float()
     runtime.keep(sequence, [0, 2])
@@ -253,12 +255,19 @@ def _tree_logits(runtime: TransformersRuntime, tokens: tuple[int, ...]) -> Tenso
     return torch.stack(last)
 
 
-def _single_logits(runtime: TransformersRuntime, tokens: tuple[int, ...]) -> Tensor:
+def _single_logits(runtime: TransformersRuntime, tokens: list[int]) -> Tensor:
     sequence = runtime.open()
-    for token in tokens:
+    if len(tokens) > SINGLE_STEPS:
+        _cache(runtime, sequence, tokens[:-SINGLE_STEPS])
+    for token in tokens[-SINGLE_STEPS:]:
         row = _step(runtime, sequence, token)
     runtime.close(sequence)
     return row
+
+
+def _cache(runtime: TransformersRuntime, sequence: int, text: list[int]) -> None:
+    runtime.forward([Pass(sequence=sequence, tree=Tree.chain(text), rows=[])])
+    runtime.keep(sequence, range(len(text)))
 
 
 def _step(runtime: TransformersRuntime, sequence: int, token: int) -> Tensor:

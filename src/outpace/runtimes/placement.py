@@ -1,7 +1,7 @@
-"""Where a tree's nodes are cached: densely, or so that a branch has the bits of a chain.
+"""Where a tree's nodes are cached so that a branch has the bits of a chain.
 
 Attention sums over keys in vector lanes and blocks. A key that is not where its position says
-falls into another lane, and the sum rounds differently. With `aligned` placement the first branch
+falls into another lane, and the sum rounds differently. Here the first branch
 stands at its natural index (start + depth); a node of another branch is moved by whole vectors
 within its own block of keys, so every lane adds the same numbers in the same order, zeros aside:
 
@@ -19,11 +19,6 @@ from outpace.tree import Tree
 
 LANES = 16
 BLOCK = 64
-
-
-def place_densely(tree: Tree) -> list[int]:
-    """Offsets from the number of cached keys: node i at i."""
-    return list(range(len(tree)))
 
 
 def place_aligned(tree: Tree, start: int) -> list[int | None]:

@@ -6,74 +6,27 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from outpace.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
+from outpace.errors import InvalidRequest, UnsupportedModel
 from outpace.runtimes.base import Output, Pass, Runtime
 from outpace.runtimes.cache import Plan, SlotCache
-from outpace.runtimes.guard import (
-    RowClass,
-    SelfCheck,
-    check_model,
-    find_row_class,
-    measure_cost,
-)
-from outpace.runtimes.masks import LAYER_TYPES, visible_keys
+from outpace.runtimes.guard import RowClass
+from outpace.runtimes.masks import visible_keys
+from outpace.runtimes.paths import Paths
 from outpace.runtimes.placement import BLOCK, place_aligned, prune
+from outpace.runtimes.pretrained import attention_backend, layer_types, max_context
+from outpace.runtimes.verdict import Verdicts, judge
 from outpace.tree import Tree
 
 EXACTNESS = ("auto", "same-shape", "ordinary")
 MAX_NODES = 256
-SAME_SHAPE_MAX_COST = 1.15  # the default in half precision only where it costs at most this
 KEY_STEP = 64
 FIRST_BUCKET = 256
-
-
-def load_pretrained(
-    folder: Path,
-    *,
-    gguf_file: str | None = None,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    attn_implementation: str | None = None,
-) -> PreTrainedModel:
-    """Loads a causal LM from a folder, dequantised when it is a GGUF file.
-
-    Args:
-        folder: holds config.json and weights, or the GGUF file.
-        gguf_file: name of the GGUF file in `folder`.
-        dtype: None takes the checkpoint's own.
-        device: where the weights go.
-        attn_implementation: None lets transformers choose.
-
-    Raises:
-        InvalidCheckpoint: naming a tensor that is missing or has another shape than the model.
-    """
-    options: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
-        if hasattr(transformers, "GgufConfig"):  # without it, a GGUF file is always dequantised
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # transformers fills missing tensors with random numbers
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
-    for cause, names in (
-        ("lacks", info["missing_keys"]),
-        ("has the wrong shape for", {name for name, *_ in info["mismatched_keys"]}),
-    ):
-        if names:
-            first = ", ".join(sorted(names)[:3])
-            raise InvalidCheckpoint(f"{folder} {cause} {len(names)} of its tensors: {first}")
-    return model.to(device) if not getattr(model, "hf_device_map", None) else model
 
 
 @dataclass(slots=True)
@@ -96,6 +49,7 @@ class TransformersRuntime(Runtime):
         exactness: "same-shape" runs every decode forward with the same rows, so that half
             precision is exact too; "auto" takes it in half precision where it costs at most 15 %.
         notice: receives one-line messages.
+        verdicts: remembers what the checks on the real weights decide; None checks anew.
 
     Raises:
         UnsupportedModel: naming the class, when the model cannot roll back or its attention
@@ -109,6 +63,7 @@ class TransformersRuntime(Runtime):
         exactness: str = "auto",
         prefill_chunk: int = 256,
         notice: Callable[[str], None] | None = None,
+        verdicts: Verdicts | None = None,
     ) -> None:
         if exactness not in EXACTNESS:
             raise InvalidRequest(f"exactness must be one of {EXACTNESS}, not {exactness!r}")
@@ -117,9 +72,9 @@ class TransformersRuntime(Runtime):
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.class_name = type(model).__name__
-        self.attention = _attention_backend(model)
+        self.attention = attention_backend(model)
         config = model.config.get_text_config(decoder=True)
-        self.layer_types = _layer_types(config, self.class_name)
+        self.layer_types = layer_types(config, self.class_name)
         self._windows = {
             "full_attention": 0,
             "sliding_attention": getattr(config, "sliding_window", None) or 0,
@@ -131,14 +86,14 @@ class TransformersRuntime(Runtime):
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         self.vocab_size, self.hidden_size = (int(n) for n in self._head.weight.shape)
-        self.max_context = _max_context(config)
+        self.max_context = max_context(config)
         self._cache = SlotCache(int(config.num_hidden_layers))
         self._sequences: dict[int, _Sequence] = {}
         self._rows: list[int] = []
         self._hidden: Tensor | None = None
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._takes_positions = "position_ids" in names
+        self.takes_positions = "position_ids" in names
         if model.training:
             model.eval()
             if notice is not None:
@@ -146,10 +101,19 @@ class TransformersRuntime(Runtime):
         self.same_shape = False
         self.mode = "tree"
         self.max_nodes = MAX_NODES
-        self.self_check = self._check_model()
-        self.row_class: RowClass
-        self.same_shape_cost: float | None = None
-        self._choose_shape(exactness, notice)
+        self.row_class: RowClass  # of same-shape forwards
+        verdict = (
+            judge(self, exactness)
+            if verdicts is None
+            else verdicts.get(self, exactness, judge=lambda: judge(self, exactness))
+        )
+        self.close_all()
+        self.mode, self.self_check, self.same_shape_cost = verdict.mode, verdict.check, verdict.cost
+        self.same_shape = verdict.row_class is not None
+        if verdict.row_class is not None:
+            self.row_class, self.max_nodes = verdict.row_class, verdict.row_class.most
+        if verdict.notice is not None and notice is not None:
+            notice(verdict.notice)
 
     # Sequences
 
@@ -160,6 +124,17 @@ class TransformersRuntime(Runtime):
 
     def close(self, sequence: int) -> None:
         del self._sequences[sequence]
+
+    @property
+    def window(self) -> int:
+        """The shortest window that a layer's attention is limited to; 0 without one."""
+        return min(
+            (w for kind, w in self._windows.items() if w and kind in self.layer_types), default=0
+        )
+
+    def close_all(self) -> None:
+        """Frees every sequence."""
+        self._sequences.clear()
 
     def tokens(self, sequence: int) -> Sequence[int]:
         return self._sequences[sequence].tokens
@@ -189,7 +164,9 @@ class TransformersRuntime(Runtime):
         _check_path(work.tree, path)
         start = len(state.tokens)
         if self.mode == "paths":
-            self._keep_path(state, work.tree, path)
+            row = Paths.of(work.tree).holding(path)
+            for layer in self._cache.layers:
+                layer.commit_pending(state.slot, start, row, len(path))
         else:
             for layer in self._cache.layers:
                 if layer.is_initialized:
@@ -307,28 +284,16 @@ class TransformersRuntime(Runtime):
         return outputs
 
     def _forward_paths(self, work: Pass) -> Output:
-        state, tree = self._sequences[work.sequence], work.tree
-        paths = _leaf_paths(tree)
-        start, depth = len(state.tokens), max(len(path) for path in paths)
-        # Rows behind a path's leaf repeat it: nobody reads them, and causality hides them.
-        full = [path + [path[-1]] * (depth - len(path)) for path in paths]
-        plan = Plan([state.slot], [start], [], start + depth, num_paths=len(paths))
-        ids = [[tree.tokens[i] for i in path] for path in full]
-        positions = [[min(start + d, self.max_context - 1) for d in range(depth)] for _ in full]
-        where = {node: i * depth + d for i, path in enumerate(full) for d, node in enumerate(path)}
-        first = {}
-        for node, spot in where.items():
-            path_row = spot // depth
-            first[node] = path_row * depth + tree.depths[node]
-        logits, hidden = self._run(plan, ids, positions, None, [first[i] for i in work.rows])
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return Output(logits=logits, hidden=flat[[first[i] for i in range(len(tree))]])
-
-    def _keep_path(self, state: _Sequence, tree: Tree, path: Sequence[int]) -> None:
+        state = self._sequences[work.sequence]
         start = len(state.tokens)
-        row = next(i for i, p in enumerate(_leaf_paths(tree)) if p[: len(path)] == list(path))
-        for layer in self._cache.layers:
-            layer.commit_pending(state.slot, start, row, len(path))
+        paths = Paths.of(work.tree)
+        plan = Plan([state.slot], [start], [], start + paths.depth, num_paths=len(paths.nodes))
+        positions = [
+            [min(start + d, self.max_context - 1) for d in range(paths.depth)] for _ in paths.nodes
+        ]
+        ids = [[work.tree.tokens[i] for i in row] for row in paths.nodes]
+        logits, hidden = self._run(plan, ids, positions, None, [paths.rows[i] for i in work.rows])
+        return Output(logits=logits, hidden=hidden.reshape(-1, hidden.shape[-1])[paths.rows])
 
     @torch.inference_mode()
     def _run(
@@ -347,7 +312,7 @@ class TransformersRuntime(Runtime):
             self._cache_name: self._cache,
             "use_cache": True,
         }
-        if self._takes_positions:
+        if self.takes_positions:
             inputs["position_ids"] = torch.tensor(positions, device=self.device)
         with self._head_reads(rows):
             logits = self.model(**inputs, return_dict=True).logits
@@ -431,91 +396,6 @@ class TransformersRuntime(Runtime):
         weights = sum(t.numel() * t.element_size() for t in tensors.values())
         return {"weights": weights, "cache": self._cache.num_bytes()}
 
-    def _choose_shape(self, exactness: str, notice: Callable[[str], None] | None) -> None:
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        if exactness == "ordinary" or (exactness == "auto" and not half):
-            return
-        if self.mode != "tree":
-            if exactness == "auto":
-                return
-            raise UnsupportedModel(
-                f"{self.class_name} runs trees as paths, whose shapes vary: use exactness "
-                "ordinary, with dtype float32 where near-ties matter"
-            )
-        self.same_shape = True
-        found = find_row_class(self)
-        if found is None:
-            why = f"the bits of {self.class_name}'s rows depend on the rows beside them"
-            if exactness == "same-shape":
-                raise UnsupportedModel(f"{why}, in every shape tried: use exactness ordinary")
-            self.same_shape = False
-            if notice is not None:
-                notice(f"{why}: near-ties may fall differently than in plain decoding")
-            return
-        self.row_class, self.max_nodes = found, found.most
-        self.same_shape_cost = measure_cost(self, enough=SAME_SHAPE_MAX_COST)
-        if exactness == "auto" and self.same_shape_cost > SAME_SHAPE_MAX_COST:
-            self.same_shape, self.max_nodes = False, MAX_NODES
-            if notice is not None:
-                notice(
-                    f"same-shape forwards would cost {self.same_shape_cost - 1:.0%} here: ordinary "
-                    "ones are used, so near-ties may fall differently (--exactness same-shape)"
-                )
-
-    def _check_model(self) -> SelfCheck:
-        failures = []
-        for mode in ("tree", "paths"):
-            if mode == "tree" and not self._takes_positions:
-                failures.append("tree: its forward takes no position_ids")
-                continue
-            self.mode = mode
-            check = check_model(self)
-            self._sequences.clear()
-            if check.failure is None:
-                return check
-            failures.append(f"{mode}: {check.failure}")
-        raise UnsupportedModel(
-            f"{self.class_name} cannot verify several tokens and roll back ({'; '.join(failures)}):"
-            " recurrent and convolutional states cannot drop rejected tokens"
-        )
-
-
-def _attention_backend(model: PreTrainedModel) -> str:
-    backend = str(model.config._attn_implementation)
-    if backend not in ("sdpa", "eager"):
-        raise UnsupportedModel(
-            f"{type(model).__name__} runs attention with {backend!r}, which drops a tree's mask: "
-            "load it with attn_implementation='sdpa' or 'eager'"
-        )
-    return backend
-
-
-def _layer_types(config: Any, class_name: str) -> list[str]:
-    """The layer type of each layer, by transformers' own rule for configs without the field."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kind = "full_attention"
-        if getattr(config, "sliding_window", None) is not None:
-            kind = "sliding_attention"
-        elif getattr(config, "attention_chunk_size", None) is not None:
-            kind = "chunked_attention"
-        kinds = [kind] * int(config.num_hidden_layers)
-    unknown = sorted(set(kinds) - set(LAYER_TYPES))
-    if unknown:
-        raise UnsupportedModel(
-            f"{class_name} has layers of type {', '.join(unknown)}, whose state cannot drop "
-            "rejected tokens: outpace needs attention layers"
-        )
-    return list(kinds)
-
-
-def _max_context(config: Any) -> int:
-    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 2**20  # ALiBi needs no table of positions
-
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     n = min(len(a), len(b))
@@ -528,8 +408,3 @@ def _check_path(tree: Tree, path: Sequence[int]) -> None:
     for before, node in zip([-1, *path], path, strict=False):
         if not 0 <= node < tree.num_candidates or tree.parents[node] != before:
             raise ValueError(f"{list(path)} is not a path of candidates from the root")
-
-
-def _leaf_paths(tree: Tree) -> list[list[int]]:
-    inner = set(tree.parents)
-    return [tree.path(node) for node in range(len(tree)) if node not in inner]

@@ -1,0 +1,91 @@
+"""Loading a model of transformers, and what its configuration says about running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outpace.errors import InvalidCheckpoint, UnsupportedModel
+from outpace.runtimes.masks import LAYER_TYPES
+
+
+def load_pretrained(
+    folder: Path,
+    *,
+    gguf_file: str | None = None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Loads a causal LM from a folder, dequantised when it is a GGUF file.
+
+    Args:
+        folder: holds config.json and weights, or the GGUF file.
+        gguf_file: name of the GGUF file in `folder`.
+        dtype: None takes the checkpoint's own.
+        device: where the weights go.
+        attn_implementation: None lets transformers choose.
+
+    Raises:
+        InvalidCheckpoint: naming a tensor that is missing or has another shape than the model.
+    """
+    options: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+        if hasattr(transformers, "GgufConfig"):  # without it, a GGUF file is always dequantised
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # transformers fills missing tensors with random numbers
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    for cause, names in (
+        ("lacks", info["missing_keys"]),
+        ("has the wrong shape for", {name for name, *_ in info["mismatched_keys"]}),
+    ):
+        if names:
+            first = ", ".join(sorted(names)[:3])
+            raise InvalidCheckpoint(f"{folder} {cause} {len(names)} of its tensors: {first}")
+    return model.to(device) if not getattr(model, "hf_device_map", None) else model
+
+
+def attention_backend(model: PreTrainedModel) -> str:
+    backend = str(model.config._attn_implementation)
+    if backend not in ("sdpa", "eager"):
+        raise UnsupportedModel(
+            f"{type(model).__name__} runs attention with {backend!r}, which drops a tree's mask: "
+            "load it with attn_implementation='sdpa' or 'eager'"
+        )
+    return backend
+
+
+def layer_types(config: Any, class_name: str) -> list[str]:
+    """The layer type of each layer, by transformers' own rule for configs without the field."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kind = "full_attention"
+        if getattr(config, "sliding_window", None) is not None:
+            kind = "sliding_attention"
+        elif getattr(config, "attention_chunk_size", None) is not None:
+            kind = "chunked_attention"
+        kinds = [kind] * int(config.num_hidden_layers)
+    unknown = sorted(set(kinds) - set(LAYER_TYPES))
+    if unknown:
+        raise UnsupportedModel(
+            f"{class_name} has layers of type {', '.join(unknown)}, whose state cannot drop "
+            "rejected tokens: outpace needs attention layers"
+        )
+    return list(kinds)
+
+
+def max_context(config: Any) -> int:
+    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 2**20  # ALiBi needs no table of positions
