@@ -11,12 +11,11 @@ import click
 
 import outpace
 from outpace.cli import options
+from outpace.cli.loading import load
 from outpace.cli.terminal import (
     BadRequest,
     Command,
     Group,
-    LoadProgress,
-    cache_folder,
     json_object,
     read_lines,
     read_stdin,
@@ -129,7 +128,7 @@ def chat(**values: Any) -> None:
 )
 def info(**values: Any) -> None:
     """Loads MODEL and tells what it is and how it runs here."""
-    facts = _load(values).info()
+    facts = load(values).info()
     if values["as_json"]:
         click.echo(json.dumps(facts))
         return
@@ -154,22 +153,7 @@ def _load_for(values: dict[str, Any]) -> tuple[LLM, dict[str, Any]]:
 
     # Bad words need the tokenizer: they are checked with it.
     SamplingParams(**{name: v for name, v in sampling.items() if name != "bad_words"})
-    return _load(values, method=values["method"], **method_arguments), sampling
-
-
-def _load(values: dict[str, Any], *, method: str = "plain", **method_arguments: Any) -> LLM:
-    with LoadProgress() as progress:
-        return outpace.load(
-            values["model"],
-            method=method,
-            device=values["device"],
-            dtype=values["dtype"],
-            exactness=values["exactness"],
-            cache=cache_folder(),
-            notice=progress.notice,
-            progress=progress,
-            **method_arguments,
-        )
+    return load(values, method=values["method"], **method_arguments), sampling
 
 
 def _show(pieces: Iterable[Piece]) -> Result:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from outpace.cli import options
+from outpace.cli.loading import load
 from outpace.cli.options import Option, Text
 from outpace.cli.terminal import Command, LoadProgress
-from outpace.cli.verdicts import summary, text
+from outpace.cli.verdicts import IDENTICAL, TIE, summary, text
 
 if TYPE_CHECKING:
+    from outpace.journal import Journal
     from outpace.llm import LLM
-    from outpace.sampling import SamplingParams
-    from outpace.verify.completions import Completion
+    from outpace.prompts import Prompt
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_NUM_PREFIXES = 2  # of the goodness-of-fit test
-_SAMPLED = ("coupled", "rejection")
 
 METHOD = [
     Option(
@@ -72,7 +71,7 @@ SAMPLING = [
     Option(
         "--samples",
         section="Sampling",
-        default=400,
+        default=100,
         show_default=True,
         type=click.IntRange(min=0),
         help="Draws for each of two prefixes, by each rule; 0 leaves that test out.",
@@ -127,33 +126,40 @@ def verify(**values: Any) -> int:
     Exits with 1 where something is wrong: a first difference that no rounding explains, draws that
     do not fit the target's distribution, or a test of them that a wrong distribution passes.
     """
+    from outpace.llm import prompt_ids
     from outpace.sampling import SamplingParams
+    from outpace.verify import run
     from outpace.verify.completions import read_completions
+    from outpace.verify.ledger import Ledger
 
     names = _method_names(values)
     sampling = {name: values[name] for name in ("temperature", "seed", "max_new_tokens")}
     params = SamplingParams(**sampling)
-    completions = None
-    if values["completions"] is not None:
-        _refuse_with_completions()
-        completions = read_completions(values["completions"])
     if values["resume"] and values["out"] is None:
         raise click.UsageError("--resume needs --out, the file of the run to go on with.")
+    audits = values["completions"] is not None
+    if audits:
+        _refuse_with_completions()
+    completions = read_completions(values["completions"]) if audits else []
+    prompts = [] if audits else _prompts(values)
 
-    llm = _load(values)
-    ledger = _Ledger(values, llm)
-    with LoadProgress() as progress:
-        if completions is not None:
-            _audit(llm, completions, ledger, progress, raw=values["raw"])
+    llm = load(values)
+    facts = _facts(llm, audits=audits)
+    journal = _journal(values, facts, completions or prompts)
+    with Ledger(journal) as ledger, LoadProgress() as progress:
+        to: dict[str, Any] = {"ledger": ledger, "progress": progress}
+        if audits:
+            run.check_completions(llm, completions, raw=values["raw"], **to)
         else:
-            prompts = _prompts(values, llm)
+            tokenizer = llm.model.tokenizer
+            ids = [prompt_ids(tokenizer, p.content, raw=values["raw"]) for p in prompts]
             methods = {name: _with_method(llm, name, values, progress) for name in names}
-            _check_ids(llm, methods, prompts, sampling, ledger, progress)
+            run.check_ids(llm, methods, ids, sampling=sampling, **to)
             if not params.greedy and values["samples"] > 0:
-                _check_fit(llm, methods, prompts, params, values["samples"], ledger, progress)
-    report = {**_facts(llm, values), **summary(ledger.entries)}
+                run.check_fit(llm, methods, ids, params=params, samples=values["samples"], **to)
+    report = {**facts, **summary(ledger.entries)}
     click.echo(json.dumps(report) if values["as_json"] else text(report))
-    return 0 if report["verdict"] in ("identical", "numerical tie") else 1
+    return 0 if report["verdict"] in (IDENTICAL, TIE) else 1
 
 
 def _method_names(values: dict[str, Any]) -> list[str]:
@@ -194,141 +200,34 @@ def _with_method(llm: LLM, name: str, values: dict[str, Any], progress: LoadProg
     return llm.with_method(name)
 
 
-def _check_ids(
-    llm: LLM,
-    methods: dict[str, LLM],
-    prompts: list[list[int]],
-    sampling: dict[str, Any],
-    ledger: _Ledger,
-    progress: LoadProgress,
-) -> None:
-    from outpace.verify.run import compare_methods
-
-    for temperature in dict.fromkeys((0.0, sampling["temperature"])):
-        done = ledger.done("ids", temperature, ("method", "prompt"))
-        count, total = len(done), len(methods) * len(prompts)
-        label = f"Texts at temperature {temperature:g}"
-        progress(count, total, label)
-        found = compare_methods(
-            llm, methods, prompts, sampling={**sampling, "temperature": temperature}, done=done
-        )
-        for name, number, comparison in found:
-            ledger.add("ids", temperature, method=name, prompt=number, **asdict(comparison))
-            count += 1
-            progress(count, total, label)
-
-
-def _check_fit(
-    llm: LLM,
-    methods: dict[str, LLM],
-    prompts: list[list[int]],
-    params: SamplingParams,
-    samples: int,
-    ledger: _Ledger,
-    progress: LoadProgress,
-) -> None:
-    from dataclasses import replace
-
-    from outpace.verify.fit import LEVEL, Partition, choose_prefix, measure_fit
-
-    done = ledger.done("fit", params.temperature, ("method", "acceptance"))
-    tests = [(name, rule) for name in methods for rule in _SAMPLED]
-    left = [test for test in tests if test not in done]
-    if not left:
-        return
-    label = f"Draws at temperature {params.temperature:g}"
-    progress(len(tests) - len(left), len(tests), label)
-    prefixes = [choose_prefix(llm, ids, params=params) for ids in prompts[:_NUM_PREFIXES]]
-    runtime = llm.model.runtime
-    partitions = [Partition.build(runtime, p, params=params, samples=samples) for p in prefixes]
-    for number, (name, rule) in enumerate(left, start=len(tests) - len(left) + 1):
-        fit = measure_fit(
-            methods[name],
-            partitions,
-            params=replace(params, acceptance=rule),
-            samples=samples,
-            level=LEVEL / len(tests),
-        )
-        entry = {"method": name, "verdict": fit.verdict, **asdict(fit)}
-        ledger.add("fit", params.temperature, **entry)
-        progress(number, len(tests), label)
-
-
-def _audit(
-    llm: LLM,
-    completions: list[Completion],
-    ledger: _Ledger,
-    progress: LoadProgress,
-    *,
-    raw: bool,
-) -> None:
-    from outpace.verify.audit import audit
-
-    done = ledger.done("completion", None, ("line",))
-    for number, completion in enumerate(completions):
-        progress(number, len(completions), "Completions")
-        if (completion.line,) not in done:
-            found = audit(llm.model, completion, raw=raw)
-            ledger.add("completion", None, **asdict(found))
-
-
-class _Ledger:
-    """The verdicts so far, each saved in the file of --out as soon as it is there."""
-
-    def __init__(self, values: dict[str, Any], llm: LLM) -> None:
-        self.entries: list[dict[str, Any]] = []
-        self._file: Path | None = values["out"]
-        if values["resume"] and self._file is not None and self._file.exists():
-            self.entries = [json.loads(x) for x in self._file.read_text().splitlines()]
-
-    def add(self, test: str, temperature: float | None, **entry: Any) -> None:
-        entry = {"test": test, "temperature": temperature, **entry}
-        self.entries.append(entry)
-        if self._file is not None:
-            with self._file.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-
-    def done(self, test: str, temperature: float | None, key: tuple[str, ...]) -> set[Any]:
-        """The values of `key` of the entries of a test."""
-        return {
-            tuple(entry[name] for name in key)
-            for entry in self.entries
-            if entry["test"] == test and entry["temperature"] == temperature
-        }
-
-
-def _facts(llm: LLM, values: dict[str, Any]) -> dict[str, Any]:
+def _facts(llm: LLM, *, audits: bool) -> dict[str, Any]:
     from outpace.verify.ids import TOLERANCES, tolerance_of
 
     info, runtime = llm.info(), llm.model.runtime
-    tolerance = tolerance_of(runtime)
-    if values["completions"] is not None:
-        tolerance = TOLERANCES[runtime.dtype]
-    facts = {name: info[name] for name in ("model", "fingerprint", "dtype", "exactness")}
-    return {**facts, "tolerance": tolerance}
+    names = ("model", "fingerprint", "device", "dtype", "exactness")
+    tolerance = TOLERANCES[runtime.dtype] if audits else tolerance_of(runtime)
+    return {**{name: info[name] for name in names}, "tolerance": tolerance}
 
 
-def _prompts(values: dict[str, Any], llm: LLM) -> list[list[int]]:
-    from outpace.llm import prompt_ids
+def _journal(values: dict[str, Any], facts: dict[str, Any], work: object) -> Journal | None:
+    """The file of --out; it tells this run, and what it works on, from another one."""
+    from outpace.journal import Journal
 
-    texts = [
-        "Write a Python function that reverses a list.",
-        "Repeat this sentence three times: the cat sat on the mat, and the dog sat on the cat.",
-    ]
-    return [prompt_ids(llm.model.tokenizer, t, raw=values["raw"]) for t in texts]
+    if values["out"] is None:
+        return None
+    settings = ("draft", "heads", "method", "raw", "seed", "samples", "temperature")
+    header = {
+        "command": "verify",
+        **facts,
+        **{name: values[name] for name in (*settings, "max_new_tokens")},
+        "work": hashlib.sha256(repr(work).encode()).hexdigest(),
+    }
+    return Journal(values["out"], header, resume=values["resume"])
 
 
-def _load(values: dict[str, Any]) -> LLM:
-    import outpace
-    from outpace.cli.terminal import cache_folder
+def _prompts(values: dict[str, Any]) -> list[Prompt]:
+    from outpace.prompts import own_prompts, read_prompts
 
-    with LoadProgress() as progress:
-        return outpace.load(
-            values["model"],
-            device=values["device"],
-            dtype=values["dtype"],
-            exactness=values["exactness"],
-            cache=cache_folder(),
-            notice=progress.notice,
-            progress=progress,
-        )
+    if values["prompts"] is None:
+        return own_prompts(values["limit"])
+    return read_prompts(values["prompts"], limit=values["limit"])

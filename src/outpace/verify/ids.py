@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outpace.llm import make_params
 from outpace.sampling import Sampler
 from outpace.verify.teacher import logits_after
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outpace.llm import LLM
     from outpace.runtimes.base import Runtime
     from outpace.sampling import SamplingParams
 
@@ -22,6 +24,9 @@ IDENTICAL, TIE, WRONG = "identical", "numerical tie", "wrong"
 # What two row counts may differ by, in units of a logit. Half precision is four steps of a logit
 # between 16 and 32: 2^-3 in bfloat16, 2^-6 in float16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.0625}
+
+
+_BATCH = 8  # prompts decoded side by side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +133,45 @@ def deciding_scores(
     if noise is None:
         return scores
     return (scores + noise.to(scores.device)) * params.temperature
+
+
+def compare_methods(
+    llm: LLM,
+    methods: Mapping[str, LLM],
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Mapping[str, Any],
+    done: Collection[tuple[str, int]] = (),
+) -> Iterator[tuple[str, int, Comparison]]:
+    """Decodes each prompt plainly and by each method: yields method, number of the prompt, verdict.
+
+    Args:
+        llm: decodes plainly.
+        methods: name -> the same weights with a method.
+        prompts: ids.
+        sampling: fields of `SamplingParams`, the seed among them where it is not greedy.
+        done: (method, number) that need not be decoded again.
+    """
+    runtime = llm.model.runtime
+    params = make_params(llm.model.tokenizer, sampling)
+    for start in range(0, len(prompts), _BATCH):
+        numbers = range(start, min(start + _BATCH, len(prompts)))
+        open_ = {name: [i for i in numbers if (name, i) not in done] for name in methods}
+        needed = sorted({i for left in open_.values() for i in left})
+        results = llm.generate_batch([prompts[i] for i in needed], **sampling)
+        plain = dict(zip(needed, results, strict=True))
+        for name, left in open_.items():
+            others = methods[name].generate_batch([prompts[i] for i in left], **sampling)
+            for i, other in zip(left, others, strict=True):
+                yield (
+                    name,
+                    i,
+                    compare(
+                        runtime,
+                        prompts[i],
+                        plain[i].tokens,
+                        other.tokens,
+                        params=params,
+                        tolerance=tolerance_of(runtime),
+                    ),
+                )
