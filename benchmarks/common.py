@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: prompts, provenance, the margin at a divergence."""
+"""What the benchmark scripts share: prompts, provenance, the first difference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from typing import Any
 import torch
 
 from outpace.llm import LLM
-from outpace.runtimes.base import Pass
-from outpace.sampling import Sampler, SamplingParams
-from outpace.tree import Tree
 
 
 def read_prompts(path: Path, limit: int) -> list[dict[str, str]]:
@@ -61,35 +58,3 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
         if x != y:
             return i
     return None if len(a) == len(b) else min(len(a), len(b))
-
-
-def margin(llm: LLM, text: Sequence[int], num_prompt: int, params: SamplingParams) -> float:
-    """By how much the target's own next token after `text` beats the second one.
-
-    In units of the score that decides: the logit when greedy, log-weight plus noise when sampled.
-    """
-    runtime = llm.model.runtime
-    sequence = runtime.open()
-    try:
-        while len(runtime.tokens(sequence)) < len(text) - 1:
-            tree = runtime.next_chunk(sequence, text[:-1])
-            runtime.forward([Pass(sequence=sequence, tree=tree, rows=[])])
-            runtime.keep(sequence, range(len(tree)))
-        work = Pass(sequence=sequence, tree=Tree.chain(text[-1:]), rows=[0])
-        logits = runtime.forward([work])[0].logits[0]
-    finally:
-        runtime.close(sequence)
-    sampler = Sampler(
-        params,
-        prompt=text[:num_prompt],
-        seed=params.seed or 0,
-        vocab_size=runtime.vocab_size,
-        device=runtime.device,
-    )
-    sampler.commit(text[num_prompt:])
-    scores = sampler.process(logits, [])
-    noise = sampler.noise(len(text))
-    if noise is not None:
-        scores = scores + noise.to(scores.device)
-    best = torch.topk(scores, 2).values
-    return float(best[0] - best[1])

@@ -23,7 +23,7 @@ FITS, WRONG, NO_POWER = "fits", "wrong", "no power"
 
 LENGTH = 3  # tokens of a draw: a step's accepted ones and the one behind them
 LEVEL = 1e-3  # chance that one correct run of all tests together fails
-CONTROL = 1.5  # the control's temperature, in units of the asked one
+CONTROL = 2.0  # the control's temperature, in units of the asked one
 
 _MIN_EXPECTED = 5.0  # a cell with fewer expected draws is pooled: Cochran's rule
 _MIN_SPLIT = 20.0  # a cell with more is divided by its next token
