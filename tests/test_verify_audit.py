@@ -129,6 +129,7 @@ A, B, C, AB, STOP = ord("a"), ord("b"), ord("c"), 256, 257
         ([C, *"é".encode(), STOP], "cé", IDENTICAL, "ids", None),
         ([C, *"é".encode(), STOP], "cè", WRONG, "ids", 1),
         ([AB, STOP], "abc", WRONG, "ids", 2),
+        ([AB, STOP], "ab\ufffd", IDENTICAL, "ids", None),  # a character that a budget cut
     ],
 )
 def test_text_is_judged_however_the_target_spells_it(
@@ -137,6 +138,8 @@ def test_text_is_judged_however_the_target_spells_it(
     found = check_text(text_model(plan, merging_tokenizer()), text)
     assert (found.verdict, found.compared) == (verdict, compared)
     assert found.offset == offset
+    if plan == [AB, STOP] and verdict == WRONG:
+        assert (found.found_text, found.expected_text) == ("c", "<end>")
     assert found.ended == (None if verdict == WRONG else WITH_TARGET)
 
 

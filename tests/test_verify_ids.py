@@ -132,13 +132,13 @@ def test_right_methods_are_identical(sampling: dict[str, float]) -> None:
 def test_what_is_done_is_not_decoded_again() -> None:
     runtime = TableRuntime(random_table(16, seed=1))
     llm = serve(runtime)
-    done = {("it", 0), ("it", 2)}
-    sampling = {"max_new_tokens": 4}
-    found = list(compare_methods(llm, {"it": llm}, PROMPTS, sampling=sampling, done=done))
-    assert [(name, number) for name, number, _ in found] == [("it", 1)]
+    sampling, prompts = {"max_new_tokens": 4}, PROMPTS * 4
+    done = {("it", number) for number in range(12)} - {("it", 1), ("it", 11)}
+    found = list(compare_methods(llm, {"it": llm}, prompts, sampling=sampling, done=done))
+    assert [(name, number) for name, number, _ in found] == [("it", 1), ("it", 11)]
     forwards = runtime.num_forwards
-    done.add(("it", 1))
-    assert list(compare_methods(llm, {"it": llm}, PROMPTS, sampling=sampling, done=done)) == []
+    done |= {("it", 1), ("it", 11)}
+    assert list(compare_methods(llm, {"it": llm}, prompts, sampling=sampling, done=done)) == []
     assert runtime.num_forwards == forwards
 
 
@@ -179,5 +179,8 @@ def test_a_same_shape_runtime_is_excused_nothing() -> None:
     assert ids.tolerance_of(same_shape) == 1e-4
     same_shape.same_shape = True
     assert ids.tolerance_of(same_shape) == 0.0
+    assert ids.rounding_of(same_shape) == 1e-4  # other engines have other shapes
+    same_shape.dtype = torch.float64
+    assert ids.rounding_of(same_shape) == 1e-4
     assert judge(close_pair(1e-6), [1], [2], tolerance=0.0).verdict == WRONG
     assert judge(probs_table([[0.25, 0.25, 0.25, 0.25]]), [1], [2], tolerance=0.0).verdict == TIE

@@ -201,11 +201,11 @@ def _with_method(llm: LLM, name: str, values: dict[str, Any], progress: LoadProg
 
 
 def _facts(llm: LLM, *, audits: bool) -> dict[str, Any]:
-    from outpace.verify.ids import TOLERANCES, tolerance_of
+    from outpace.verify.ids import rounding_of, tolerance_of
 
     info, runtime = llm.info(), llm.model.runtime
     names = ("model", "fingerprint", "device", "dtype", "exactness")
-    tolerance = TOLERANCES[runtime.dtype] if audits else tolerance_of(runtime)
+    tolerance = rounding_of(runtime) if audits else tolerance_of(runtime)
     return {**{name: info[name] for name in names}, "tolerance": tolerance}
 
 

@@ -13,7 +13,7 @@ from outpace.errors import InvalidRequest, NumericalError
 from outpace.llm import LLM, prompt_ids
 from outpace.proposers.plain import Plain
 from outpace.text import Detokenizer
-from outpace.verify.ids import IDENTICAL, TIE, TOLERANCES, WRONG, first_difference
+from outpace.verify.ids import IDENTICAL, TIE, WRONG, first_difference, rounding_of
 from outpace.verify.teacher import forced_logits, logits_after
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 WITH_TARGET, EARLY, CUT, LATE = "with the target", "early", "cut", "late"
 
 _WIDTH = 32  # tokens of one forward; what they round differently is within the tolerance
+_CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what a budget leaves of the last one
 _MAX_SPELLING = 4  # tokens that may share one character
 
 
@@ -109,7 +110,7 @@ class _Auditor:
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise InvalidRequest("a text needs the model's tokenizer: give tokens")
-        text = self.completion.text
+        text = self.completion.text.rstrip(_CUT_CHARACTER)
         for end in self.model.eos_ids:
             spelling = tokenizer.token_texts.get(end)
             if spelling and text.endswith(spelling):
@@ -208,7 +209,7 @@ class _Auditor:
 
     @property
     def _tolerance(self) -> float:
-        return TOLERANCES[self.model.runtime.dtype]
+        return rounding_of(self.model.runtime)
 
     def _check(self, tokens: Sequence[int]) -> None:
         runtime = self.model.runtime
@@ -246,7 +247,8 @@ class _Auditor:
             stream = Detokenizer(tokenizer)  # whole characters only
             place["offset"] = sum(len(stream.push(token)) for token in tokens[: miss.at])
             for name, token in (("found_text", miss.found), ("expected_text", miss.expected)):
-                place[name] = None if token is None else tokenizer.token_texts.get(token)
+                if token is not None:
+                    place[name] = tokenizer.decode([token]) or tokenizer.token_texts.get(token)
         return Audit(
             line=self.completion.line,
             verdict=verdict,

@@ -52,9 +52,14 @@ class Comparison:
     found: int | None = None
 
 
+def rounding_of(runtime: Runtime) -> float:
+    """The tolerance of the runtime's dtype; that of float32 for one that is not listed."""
+    return TOLERANCES.get(runtime.dtype, TOLERANCES[torch.float32])
+
+
 def tolerance_of(runtime: Runtime) -> float:
     """What a first difference is excused up to: nothing where all forwards have one shape."""
-    return 0.0 if runtime.same_shape else TOLERANCES[runtime.dtype]
+    return 0.0 if runtime.same_shape else rounding_of(runtime)
 
 
 def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:

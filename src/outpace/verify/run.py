@@ -117,8 +117,8 @@ def check_completions(
         raw: prompts of text were continued as they stand.
     """
     done = ledger.done("completion", None, ("line",))
-    for number, completion in enumerate(completions):
-        progress(number, len(completions), "Completions")
+    for number, completion in enumerate(completions, start=1):
         if (completion.line,) not in done:
             found = audit(llm.model, completion, raw=raw)
             ledger.add("completion", None, **asdict(found))
+        progress(number, len(completions), "Completions")
