@@ -37,12 +37,16 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate_cli.py
 
-# Every method against plain decoding over 60 prompts x 128 tokens; takes an hour on two cores and
-# continues where it stopped. Spec-Bench's question.jsonl: make verify-long PROMPTS=question.jsonl
+# Every method against plain decoding over 60 prompts x 128 tokens, in float32 with ordinary forwards
+# and in bfloat16 with same-shape ones, greedy and seeded; takes hours on two cores and continues
+# where it stopped. Spec-Bench's question.jsonl: make verify-long PROMPTS=question.jsonl
+VERIFY = $(BIN)/outpace verify --method lookup,lookahead,combined,draft,medusa --temperature 0.8 \
+	--prompts '$(PROMPTS)' --limit 60 --max-new-tokens 128 --resume
+
 verify-long: $(STAMP)
 	@test -n '$(PROMPTS)' || { echo 'make verify-long PROMPTS=FILE (JSONL with turns or prompt)'; exit 2; }
-	$(BIN)/python benchmarks/verify_long.py --prompts '$(PROMPTS)' --dtype float32 --out verify-float32.json
-	$(BIN)/python benchmarks/verify_long.py --prompts '$(PROMPTS)' --dtype bfloat16 --out verify-bfloat16.json
+	$(VERIFY) --runtime transformers --dtype float32 --exactness ordinary --out verify-float32.jsonl
+	$(VERIFY) --runtime transformers --dtype bfloat16 --exactness same-shape --out verify-bfloat16.jsonl
 
 # The native runtime under AddressSanitizer and UndefinedBehaviorSanitizer, then ThreadSanitizer.
 native-fuzz:

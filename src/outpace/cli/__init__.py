@@ -22,6 +22,7 @@ from outpace.cli.terminal import (
     read_stdin,
     stats_lines,
 )
+from outpace.cli.verify import verify
 from outpace.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def info(**values: Any) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(verify)
 
 
 def main() -> None:
