@@ -62,9 +62,7 @@ def packed_of(model: PreTrainedModel, **overrides: Any) -> Packed:
     """A loaded model, packed in memory; overrides are fields of its configuration."""
     architecture = Architecture.from_config(model.config.to_dict() | overrides)
     state = model.state_dict()
-    return Packed(
-        architecture=architecture, arrays=dict(pack(architecture, set(state), state.get))
-    )
+    return Packed(architecture=architecture, arrays=dict(pack(architecture, set(state), state.get)))
 
 
 @cache

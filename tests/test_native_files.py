@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from native_kit import original, packed
+from tiny import build, byte_tokenizer
 
 from outpace import models
 from outpace.checkpoints import fingerprint
@@ -25,7 +26,6 @@ from outpace.runtimes.native import NativeRuntime, kernel_names
 from outpace.runtimes.packed import MAGIC, read_packed, write_packed
 from outpace.runtimes.prepare import packed_model
 from outpace.runtimes.transformers import TransformersRuntime
-from tiny import build, byte_tokenizer
 
 pytestmark = pytest.mark.skipif(not kernel_names(), reason="built without a compiler")
 

@@ -166,9 +166,7 @@ class NativeRuntime(Runtime):
             state.running = work
             rows = len(work.rows)
             outputs.append(
-                Output(
-                    logits=logits[at : at + rows], hidden=hidden[first : first + len(work.tree)]
-                )
+                Output(logits=logits[at : at + rows], hidden=hidden[first : first + len(work.tree)])
             )
             at += rows
         return outputs

@@ -9,7 +9,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,9 +117,12 @@ class _Packer:
             outputs=-(-a.hidden // BLOCK) * BLOCK,
         )
         gate, up = (
-            self._linear(f"{at}mlp.{name}_proj", a.intermediate, a.hidden) for name in ("gate", "up")
+            self._linear(f"{at}mlp.{name}_proj", a.intermediate, a.hidden)
+            for name in ("gate", "up")
         )
-        yield from _matrix(f"{to}gate_up", *(_interleave(*pair) for pair in zip(gate, up, strict=True)))
+        yield from _matrix(
+            f"{to}gate_up", *(_interleave(*pair) for pair in zip(gate, up, strict=True))
+        )
         weight, bias = self._linear(f"{at}mlp.down_proj", a.hidden, a.intermediate)
         yield from _matrix(f"{to}down", weight, bias, outputs=-(-a.hidden // BLOCK) * BLOCK)
 
@@ -271,16 +274,18 @@ def read_packed(file: Path) -> Packed | None:
         if zlib.crc32(text) != text_checksum:
             return None
         header = json.loads(text)
-        if header["version"] != VERSION or zlib.crc32(data[:end]) != header["checksum"]:
+        if header["version"] != VERSION or zlib.crc32(data[:end].data) != header["checksum"]:
             return None
         arrays = {
-            name: data[at : at + math.prod(shape) * np.dtype(kind).itemsize].view(kind).reshape(shape)
+            name: data[at : at + math.prod(shape) * np.dtype(kind).itemsize]
+            .view(kind)
+            .reshape(shape)
             for name, kind, shape, at in header["arrays"]
         }
-        fields: Mapping[str, Any] = header["architecture"]
-        architecture = Architecture(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        )
+        fields: dict[str, Any] = header["architecture"]
+        for name in ("windows", "frequencies"):
+            fields[name] = tuple(fields[name])
+        architecture = Architecture(**fields)
     except (OSError, ValueError, LookupError, TypeError, struct.error):
         return None
     return Packed(architecture=architecture, arrays=arrays, fingerprint=header["fingerprint"])
