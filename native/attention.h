@@ -37,7 +37,9 @@ inline void merge(float* state, const float* tile, int head_pad) {
         return;
     }
     const float top = state[0] > tile[0] ? state[0] : tile[0];
-    const float a = exp1(state[0] - top), b = exp1(tile[0] - top);
+    // one of the two is e^0 = 1
+    const float a = state[0] == top ? 1.0f : exp1(state[0] - top);
+    const float b = tile[0] == top ? 1.0f : exp1(tile[0] - top);
     state[0] = top;
     state[1] = std::fma(state[1], a, tile[1] * b);
     const Vec va = splat(a), vb = splat(b);

@@ -157,7 +157,6 @@ class Runtime {
         runner_.embed(tokens.data(), static_cast<int>(tokens.shape(0)), out.data());
     }
 
-    size_t num_bytes() const { return runner_.bytes(); }
     int threads() const { return runner_.threads(); }
     const char* kernels() const { return runner_.kernels().name; }
 
@@ -183,7 +182,6 @@ std::vector<std::string> kernel_names() {
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU runtime; see outpace.runtimes.native.";
     m.def("kernel_names", kernel_names);
-    m.attr("PAGE") = kPage;
     nb::class_<Cache>(m, "Cache")
         .def_prop_ro("length", &Cache::length)
         .def_prop_ro("num_bytes", &Cache::bytes)
@@ -201,7 +199,6 @@ NB_MODULE(_native, m) {
         .def("forward", &Runtime::forward)
         .def("project", &Runtime::project)
         .def("embed", &Runtime::embed)
-        .def_prop_ro("num_bytes", &Runtime::num_bytes)
         .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("kernels", &Runtime::kernels);
 }

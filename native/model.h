@@ -122,8 +122,6 @@ struct Work {
     int rows() const { return static_cast<int>(tokens.size()); }
     // Sizes the buffers below for the rows and passes above.
     void allocate();
-    size_t bytes() const;
-
     std::vector<float> x, qkv, mixed, gated;  // [rows][...], padded as the shape says
     std::vector<float> normed;                // [rows], or one a worker when a single row runs
     std::vector<float> copies;                // [workers][copy_stride]

@@ -75,13 +75,6 @@ void Work::allocate() {
     fit(tails, static_cast<size_t>(workers) * 6 * tail_stride);
 }
 
-size_t Work::bytes() const {
-    const size_t floats = x.size() + qkv.size() + mixed.size() + gated.size() + normed.size() +
-                          copies.size() + scales.size() + query_scales.size() + partials.size() +
-                          tails.size();
-    return 4 * floats + quantised.size() + queries.size();
-}
-
 Runner::Runner(Model model, const Kernels& kernels, int threads)
     : model_(std::move(model)), kernels_(kernels), threads_(threads) {
     const Shape& s = model_.shape;

@@ -28,7 +28,6 @@ class Runner {
     const Model& model() const { return model_; }
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return threads_; }
-    size_t bytes() const { return work_.bytes(); }
     void set_positions(const float* cosines, const float* sines, int positions);
 
     // logits[wanted][vocab] of the wanted rows, counted through all requests; hidden[rows][hidden].

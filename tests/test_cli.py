@@ -168,6 +168,7 @@ def test_omitted_options_stay_with_the_library(fake: FakeLLM) -> None:
             "device": "auto",
             "dtype": "auto",
             "exactness": "auto",
+            "runtime": "auto",
             "cache": None,
         }
     ]
@@ -242,6 +243,7 @@ def test_method_options_reach_the_library(
     assert load == {
         "model": "m",
         "method": args.split()[0],
+        "runtime": "auto",
         "device": "cpu",
         "dtype": "float32",
         "exactness": "ordinary",

@@ -48,7 +48,7 @@ def refused(error: type[OutpaceError], text: str, model: Any, **options: Any) ->
 
 def test_a_folder(folder: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    model = load_model(folder, exactness="ordinary", progress=lambda *step: seen.append(step))
+    model = load_model(folder, runtime="transformers", progress=lambda *step: seen.append(step))
     assert model.name == str(folder)
     assert model.tokenizer is not None
     assert model.tokenizer.size == VOCAB

@@ -208,10 +208,12 @@ def _load_native(
     from outpace.text import Tokenizer
 
     packed = packed_model(folder, cache=cache_folder(cache), progress=progress)
+    report(progress, 0, 1, f"Loading {name}")
     if tokenizer is None:
         tokenizer = Tokenizer.load(folder)
     elif not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer(tokenizer)
+    report(progress, 1, 1, f"Loading {name}")
     return Model(
         name=name,
         runtime=NativeRuntime(packed),

@@ -133,8 +133,8 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     window = config.get("sliding_window")
     if kinds is None:
         sliding = bool(window) and config.get("use_sliding_window", True)
-        first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
-        return tuple(int(window) if sliding and i >= first else 0 for i in range(num_layers))
+        first = config["max_window_layers"] if "use_sliding_window" in config else 0
+        return tuple(int(window or 0) if sliding and i >= first else 0 for i in range(num_layers))
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise _unsupported(config, "layer_types", kind)
@@ -144,7 +144,7 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rope(config: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
-    """Frequencies `[dim / 2]` and the factor of cosines and sines, as transformers computes them."""
+    """Frequencies `[dim / 2]` and the factor of cosines and sines, as in transformers."""
     rope: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:

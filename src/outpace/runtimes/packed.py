@@ -9,7 +9,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -274,7 +274,7 @@ def read_packed(file: Path) -> Packed | None:
         if zlib.crc32(text) != text_checksum:
             return None
         header = json.loads(text)
-        if header["version"] != VERSION or zlib.crc32(data[:end]) != header["checksum"]:
+        if header["version"] != VERSION or zlib.crc32(data[:end].data) != header["checksum"]:
             return None
         arrays = {
             name: data[at : at + math.prod(shape) * np.dtype(kind).itemsize]
@@ -282,10 +282,10 @@ def read_packed(file: Path) -> Packed | None:
             .reshape(shape)
             for name, kind, shape, at in header["arrays"]
         }
-        fields: Mapping[str, Any] = header["architecture"]
-        architecture = Architecture(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        )
+        fields: dict[str, Any] = header["architecture"]
+        for name in ("windows", "frequencies"):
+            fields[name] = tuple(fields[name])
+        architecture = Architecture(**fields)
     except (OSError, ValueError, LookupError, TypeError, struct.error):
         return None
     return Packed(architecture=architecture, arrays=arrays, fingerprint=header["fingerprint"])

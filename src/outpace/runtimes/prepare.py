@@ -86,7 +86,7 @@ def _make(folder: Path, file: Path, architecture: Architecture) -> None:
 
     homes: dict[str, Any] = {}
     for part in sorted(folder.glob("*.safetensors")):
-        stream = safe_open(part, framework="pt")
+        stream: Any = safe_open(part, framework="pt")
         homes.update(dict.fromkeys(stream.keys(), stream))
     if not homes:
         raise UnsupportedModel(f"the native runtime reads safetensors only: {ADVICE}")
