@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("methods.json"))
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--runtime", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--exactness", default="auto")
     parser.add_argument("--limit", type=int, default=60)
@@ -61,7 +62,9 @@ def main() -> None:
     parser.add_argument("--methods", default="lookup,lookahead,combined")
     args = parser.parse_args()
 
-    plain = outpace.load(args.model, dtype=args.dtype, exactness=args.exactness)
+    plain = outpace.load(
+        args.model, runtime=args.runtime, dtype=args.dtype, exactness=args.exactness
+    )
     arms = {"plain": plain} | {name: plain.with_method(name) for name in args.methods.split(",")}
     sampling = {
         "max_new_tokens": args.max_new_tokens,
