@@ -9,7 +9,7 @@
 namespace outpace {
 namespace {
 
-constexpr int kSpins = 4096;  // tries before a waiting worker yields its core
+constexpr int kSpins = 1000;  // tries before a waiting worker yields its core
 constexpr std::chrono::microseconds kAwake(300);  // between two runs, before a worker sleeps
 
 inline void pause() {

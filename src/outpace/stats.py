@@ -18,7 +18,7 @@ class Stats:
     Args:
         method: the method that proposed.
         exact: whether the acceptance rule keeps the target's output.
-        exactness: "same-shape" or "ordinary" forwards.
+        exactness: "bit-exact", "same-shape" or "ordinary" forwards.
         prompt_tokens, completion_tokens: ids in and ids delivered.
         reused_tokens: prompt ids whose keys and values were still cached.
         steps: forwards that emitted tokens.
