@@ -2,8 +2,7 @@
 
 #include <cstdint>
 
-#if defined(__x86_64__) || defined(_M_X64)
-#define OUTPACE_X86
+#if defined(OUTPACE_X86)
 #include <cpuid.h>
 #include <immintrin.h>
 #endif

@@ -34,7 +34,7 @@ void fit(std::vector<T>& buffer, size_t size) {
 
 std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> found;
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(OUTPACE_X86)
     for (const Kernels* kernels : {&kAmx, &kAvx512, &kAvxVnni, &kAvx2})
         if (kernels->supported()) found.push_back(kernels);
 #endif

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import byte_tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -333,3 +335,19 @@ def test_stop_strings_count_behind_min_tokens(least: int, right: tuple[str, int]
 def test_a_stop_string_across_the_border_of_min_tokens_counts() -> None:
     assert streamed("qzqxq", stop=("zq",), min_tokens=2) == ("q", 3)
     assert streamed("qzqxq", stop=("zq",), min_tokens=3) == ("qzqxq", 5)
+
+
+def test_a_folder_is_read_by_its_own_class(tmp_path: Path) -> None:
+    """The short way and AutoTokenizer's give the same tokenizer."""
+    byte_tokenizer(160).save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    found = []
+    for name in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        config.write_text(json.dumps(settings | {"tokenizer_class": name}))
+        found.append(Tokenizer.load(tmp_path))
+    short, auto = found
+    assert type(short.inner) is type(auto.inner)
+    for text in ("Hello, world", " 12 3"):
+        assert short.encode(text) == auto.encode(text)
+    assert short.token_texts == auto.token_texts and short.eos_ids == auto.eos_ids

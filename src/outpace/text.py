@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
@@ -42,10 +43,8 @@ class Tokenizer:
         Raises:
             InvalidCheckpoint: when its files are missing or broken.
         """
-        from transformers import AutoTokenizer
-
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+            return cls(_loader(folder).from_pretrained(folder, local_files_only=True))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise InvalidCheckpoint(
                 f"the tokenizer in {folder} cannot be read: {_first_line(error)}"
@@ -327,6 +326,22 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:size]):
             return size
     return 0
+
+
+def _loader(folder: Path) -> Any:
+    """The class that reads the folder; asking AutoTokenizer for it costs more than a second."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        generic = settings.get("tokenizer_class") == "TokenizersBackend"
+    except (OSError, ValueError, AttributeError):
+        generic = False  # AutoTokenizer knows what else there may be
+    if generic:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 @cache

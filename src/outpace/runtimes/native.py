@@ -17,7 +17,7 @@ from outpace.runtimes.base import Output, Pass, Runtime, check_path, common_pref
 from outpace.runtimes.packed import Packed
 
 try:
-    from outpace.runtimes import _native
+    import outpace.runtimes._native as _native
 except ImportError:  # built without a compiler
     _native = None  # type: ignore[assignment]
 
