@@ -19,8 +19,8 @@ from typing import Any
 
 import click
 import numpy as np
-from common import provenance
 
+from outpace.bench.results import provenance
 from outpace.llm import LLM
 from outpace.models import resolve
 from outpace.proposers.plain import Plain

@@ -109,6 +109,22 @@ class Runtime(ABC):
                 that runs past `max_context`.
         """
 
+    def check_pass(self, work: Pass) -> None:
+        """Refuses a pass that no runtime can run.
+
+        Raises:
+            ValueError: as `forward` does.
+        """
+        start, tree = len(self.tokens(work.sequence)), work.tree
+        if work.rows and len(tree) > self.max_nodes and max(tree.parents) != len(tree) - 2:
+            raise ValueError(f"a tree of {len(tree)} nodes, at most {self.max_nodes} are possible")
+        if start + max(tree.depths) >= self.max_context:
+            raise ValueError(
+                f"position {start + max(tree.depths)} is past the context of {self.max_context}"
+            )
+        if not all(0 <= row < len(tree) for row in work.rows):
+            raise ValueError(f"rows {list(work.rows)} of a tree of {len(tree)} nodes")
+
     @abstractmethod
     def keep(self, sequence: int, path: Sequence[int]) -> None:
         """Commits the nodes of `path` (from the root down) of the last tree, drops the others.

@@ -139,7 +139,7 @@ class NativeRuntime(Runtime):
         if not batch:
             return []
         for work in batch:
-            self._check_pass(work)
+            self.check_pass(work)
         trees = [work.tree for work in batch]
         states = [self._sequences[work.sequence] for work in batch]
         counts = [len(tree) for tree in trees]
@@ -170,17 +170,6 @@ class NativeRuntime(Runtime):
             )
             at += rows
         return outputs
-
-    def _check_pass(self, work: Pass) -> None:
-        start, tree = len(self._sequences[work.sequence].tokens), work.tree
-        if work.rows and len(tree) > self.max_nodes and max(tree.parents) != len(tree) - 2:
-            raise ValueError(f"a tree of {len(tree)} nodes, at most {self.max_nodes} are possible")
-        if start + max(tree.depths) >= self.max_context:
-            raise ValueError(
-                f"position {start + max(tree.depths)} is past the context of {self.max_context}"
-            )
-        if not all(0 <= row < len(tree) for row in work.rows):
-            raise ValueError(f"rows {list(work.rows)} of a tree of {len(tree)} nodes")
 
     def _grow_positions(self, need: int) -> None:
         """Makes the cosines and sines of at least `need` positions."""

@@ -192,7 +192,7 @@ class TransformersRuntime(Runtime):
 
     def forward(self, batch: Sequence[Pass]) -> list[Output]:
         for work in batch:
-            self._check_pass(work)
+            self.check_pass(work)
         if self.mode == "paths":
             outputs = [self._forward_paths(work) for work in batch]
         else:
@@ -204,15 +204,6 @@ class TransformersRuntime(Runtime):
         for work in batch:
             self._sequences[work.sequence].running = work
         return outputs
-
-    def _check_pass(self, work: Pass) -> None:
-        start, tree = len(self._sequences[work.sequence].tokens), work.tree
-        if work.rows and len(tree) > self.max_nodes and max(tree.parents) != len(tree) - 2:
-            raise ValueError(f"a tree of {len(tree)} nodes, at most {self.max_nodes} are possible")
-        if start + max(tree.depths) >= self.max_context:
-            raise ValueError(
-                f"position {start + max(tree.depths)} is past the context of {self.max_context}"
-            )
 
     def _groups(self, batch: Sequence[Pass]) -> list[list[Pass]]:
         """The batch in parts that run together; same-shape forwards mix no lengths of keys."""
