@@ -23,6 +23,7 @@ from outpace.runtimes.base import Pass
 from outpace.runtimes.native import NativeRuntime, kernel_names
 from outpace.runtimes.prepare import check_packed
 from outpace.tree import Tree
+from outpace.verify.ids import tolerance_of
 
 pytestmark = pytest.mark.skipif(not kernel_names(), reason="built without a compiler")
 
@@ -263,3 +264,9 @@ def test_every_method_writes_what_plain_decoding_writes(method: str) -> None:
 def test_families_here_are_those_of_the_suite() -> None:
     assert NATIVE["mistral"] is FAMILIES["mistral"]
     assert isinstance(native("mistral"), NativeRuntime)
+
+
+def test_nothing_excuses_a_difference_between_methods() -> None:
+    runtime = native()
+    assert runtime.exactness == "bit-exact"
+    assert tolerance_of(runtime) == 0.0

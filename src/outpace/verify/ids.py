@@ -58,8 +58,8 @@ def rounding_of(runtime: Runtime) -> float:
 
 
 def tolerance_of(runtime: Runtime) -> float:
-    """What a first difference is excused up to: nothing where all forwards have one shape."""
-    return 0.0 if runtime.same_shape else rounding_of(runtime)
+    """What a first difference is excused up to: nothing where forwards agree bit by bit."""
+    return rounding_of(runtime) if runtime.exactness == "ordinary" else 0.0
 
 
 def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
