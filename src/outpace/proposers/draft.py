@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outpace.proposers.base import Step, Target
-    from outpace.sampling import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +163,7 @@ class _Growth:
     def __init__(self, step: Step, method: Draft, *, num_spare: int) -> None:
         self.path: list[int] = []  # the chain's tokens below the root
         self._method = method
-        self._sampler = _without_processors(step.sampler)
+        self._sampler = step.sampler
         self._position = len(step.tokens)
         self._num_spare = num_spare
         self._tokens, self._parents = [step.tokens[-1]], [-1]
@@ -220,7 +218,7 @@ class _Growth:
         real = logits[: min(num_ids, sampler.vocab_size)].to(sampler.device, torch.float32)
         wide = torch.full((sampler.vocab_size,), -math.inf, device=sampler.device)
         wide[: len(real)] = real
-        weights = sampler.process(wide, self.path)
+        weights = sampler.process(wide, self.path, drafting=True)
         if not math.isfinite(float(weights.max())) and not math.isfinite(float(real.max())):
             raise NumericalError(
                 f"the draft's logits are {float(real.max())} for the token at position "
@@ -251,12 +249,3 @@ def check_vocabulary(target_texts: Mapping[int, str], draft_texts: Mapping[int, 
                 f"the draft has another vocabulary: id {token} is {ours!r} in the target and "
                 f"{theirs!r} in the draft; use a draft of the target's family"
             )
-
-
-def _without_processors(sampler: Sampler) -> Sampler:
-    """The same sampler without the user's processors, which see each committed prefix once."""
-    if not sampler.params.processors:
-        return sampler
-    bare = copy.copy(sampler)
-    bare.params = replace(sampler.params, processors=())
-    return bare
