@@ -235,6 +235,12 @@ def test_17_logprobs_are_of_the_raw_distribution_under_every_drafter() -> None:
             assert np.allclose([value for _, value in entry.top], row[best], atol=1e-3)
 
 
+def test_17_more_alternatives_than_there_are_tokens() -> None:
+    result = serve(planned()).generate(PROMPT, max_new_tokens=2, logprobs=100)
+    for entry in result.logprobs:
+        assert sorted(token for token, _ in entry.top) == list(range(VOCAB))
+
+
 # 20: min_tokens
 
 END = 63

@@ -379,7 +379,7 @@ class Engine:
         entries = []
         for node, token in zip(accepted.path, tokens, strict=False):
             row = torch.log_softmax(output.logits[node].float(), dim=-1)
-            top = torch.topk(row, count) if count else None
+            top = torch.topk(row, min(count, row.numel())) if count else None
             best = (
                 [] if top is None else zip(top.indices.tolist(), top.values.tolist(), strict=True)
             )
