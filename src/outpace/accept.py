@@ -46,7 +46,7 @@ class TargetRows:
         self.tree = tree
         self.logits = logits
         self.sampler = sampler
-        self._tokens: list[int] | None = None
+        self._tokens: list[tuple[int, float]] | None = None  # of each candidate, with its logit
         if sampler.plain_argmax and logits.device.type != "cpu":
             self._tokens = self._all_tokens()  # one synchronisation instead of one a node
 
@@ -61,7 +61,7 @@ class TargetRows:
     def probs(self, node: int) -> Tensor:
         """The distribution p `[vocab]` in fp32 on the CPU; one-hot when greedy."""
         weights = self.weights(node).cpu()
-        _check_row(weights, int(weights.argmax()), self)
+        _check_value(float(weights[weights.argmax()]), self.position(node))
         if self.sampler.params.greedy:
             probs = torch.zeros_like(weights)
             probs[weights.argmax()] = 1.0
@@ -71,32 +71,36 @@ class TargetRows:
     def token(self, node: int) -> int:
         """The token that the target itself emits after `node`: argmax of log p + noise."""
         if self._tokens is not None:
-            return self._tokens[node]
+            token, value = self._tokens[node]
+            _check_value(value, self.position(node))
+            return token
+        position = self.position(node)
         if self.sampler.plain_argmax:
-            return draw(self.logits[node], None, rows=self)
-        return draw(self.weights(node), self.sampler.noise(self.position(node)), rows=self)
+            return draw(self.logits[node], None, position=position)
+        return draw(self.weights(node), self.sampler.noise(position), position=position)
 
-    def _all_tokens(self) -> list[int]:
-        rows = self.logits[: self.tree.num_candidates]
-        values, tokens = rows.max(dim=-1)
+    def _all_tokens(self) -> list[tuple[int, float]]:
+        values, tokens = self.logits[: self.tree.num_candidates].max(dim=-1)
         packed = torch.stack([tokens.double(), values.double()]).cpu()
-        if not bool(torch.isfinite(packed[1]).all()):
-            _check_row(rows[0], int(packed[0][0]), self)
-        return [int(t) for t in packed[0]]
+        return [(int(token), float(value)) for token, value in packed.T]
 
 
-def draw(weights: Tensor, noise: Tensor | None, *, rows: TargetRows | None = None) -> int:
+def draw(weights: Tensor, noise: Tensor | None, *, position: int | None = None) -> int:
     """One draw from softmax(weights) by the Gumbel-max trick; the argmax without noise.
 
     Args:
         weights: `[vocab]` log-weights, -inf for banned tokens.
         noise: `[vocab]` Gumbel noise, or None.
+        position: of the token in the text, for errors.
+
+    Raises:
+        NumericalError: when the winner's weight is not finite.
     """
     scores = weights.float()  # argmax is ten times slower in half precision on a CPU
     if noise is not None:
         scores = scores + noise.to(weights.device)
     token = int(scores.argmax())
-    _check_row(weights, token, rows)
+    _check_value(float(weights[token]), position)
     return token
 
 
@@ -206,11 +210,10 @@ def _residual(p: Tensor, q: Tensor | None, token: int) -> tuple[Tensor, Tensor |
     return (rest / total if total > 0.0 else p), q
 
 
-def _check_row(weights: Tensor, token: int, rows: TargetRows | None) -> None:
-    value = float(weights[token])
+def _check_value(value: float, position: int | None) -> None:
     if math.isfinite(value):
         return
-    where = "" if rows is None else f" for the token at position {rows.position(0)}"
+    where = "" if position is None else f" for the token at position {position}"
     if value == -math.inf:
         raise NumericalError(
             f"every token is banned{where}: relax bad_words, logit_bias or the processors"
