@@ -153,6 +153,13 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.plan = plan
 
+    @torch.inference_mode()
+    def wipe(self, slot: int) -> None:
+        """Zeroes all that a slot holds."""
+        for layer in self.layers:
+            if layer.is_initialized and slot < layer.keys.shape[0]:
+                layer.keys[slot] = layer.values[slot] = 0
+
     def num_bytes(self) -> int:
         """Bytes of all keys and values, used or free."""
         ready = [layer for layer in self.layers if layer.is_initialized]

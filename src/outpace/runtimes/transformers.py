@@ -36,6 +36,7 @@ class _Sequence:
     prefilled: int = 0  # leading tokens whose keys were computed by prefill passes
     running: Pass | None = None
     places: list[int] = field(default_factory=list)
+    finite: Tensor | None = None  # whether all that its passes computed are numbers
 
 
 class TransformersRuntime(Runtime):
@@ -124,7 +125,9 @@ class TransformersRuntime(Runtime):
         return slot
 
     def close(self, sequence: int) -> None:
-        del self._sequences[sequence]
+        state = self._sequences.pop(sequence)
+        if self._overflowed(state):
+            self._cache.wipe(state.slot)
 
     @property
     def window(self) -> int:
@@ -183,10 +186,17 @@ class TransformersRuntime(Runtime):
         if self.same_shape:  # only whole prefill chunks have the bits that a cold start computes
             whole = min(common, state.prefilled) // self.prefill_chunk * self.prefill_chunk
             common = whole
+        if self._overflowed(state):  # one token's NaN reaches all that ran beside it
+            self._cache.wipe(state.slot)
+            common, state.finite = 0, None
         del state.tokens[common:]
         state.prefilled = min(state.prefilled, common)
         state.running = None
         return common
+
+    def _overflowed(self, state: _Sequence) -> bool:
+        """Whether the slot may hold NaN, which a mask does not hide: 0 times NaN is NaN."""
+        return state.finite is not None and not bool(state.finite)
 
     # Forward
 
@@ -201,8 +211,11 @@ class TransformersRuntime(Runtime):
                 for work, output in zip(group, self._forward_trees(group), strict=True):
                     found[work.sequence] = output
             outputs = [found[work.sequence] for work in batch]
-        for work in batch:
-            self._sequences[work.sequence].running = work
+        for work, output in zip(batch, outputs, strict=True):
+            state = self._sequences[work.sequence]
+            state.running = work
+            finite = output.hidden.isfinite().all()  # not read before the device is done
+            state.finite = finite if state.finite is None else state.finite & finite
         return outputs
 
     def _groups(self, batch: Sequence[Pass]) -> list[list[Pass]]:
