@@ -17,7 +17,7 @@ from torch import Tensor
 from outpace import accept as rules
 from outpace.accept import Accepted, TargetRows, accept
 from outpace.errors import NumericalError
-from outpace.sampling import Sampler, SamplingParams
+from outpace.sampling import DRAFT_STREAM, TOKEN_STREAM, Sampler, SamplingParams
 from outpace.tree import Tree
 
 VOCAB = 4
@@ -217,6 +217,41 @@ def test_control_a_right_rule_written_here_passes() -> None:
         return Accepted(tree.path(node), int(rng.choice(VOCAB, p=p)))
 
     check_joint(rule=rejection, acceptance="rejection", drawn=True, branching=(1, 1))
+
+
+# The replacement of a rejected token has noise of its own
+
+SKEWED_P = probs_table([[0.01, 0.50, 0.48, 0.01]])
+SKEWED_Q = probs_table([[0.60, 0.38, 0.01, 0.01]])  # mostly says 0, and 1 nearly as often
+
+
+def check_replacements() -> None:
+    how: dict[str, Any] = dict(drawn=True, branching=(1,), acceptance="rejection")
+    check_joint(1, table=SKEWED_P, draft=SKEWED_Q, **how)
+
+
+def test_a_replacement_is_independent_of_the_drafts_draw() -> None:
+    check_replacements()
+
+
+@pytest.mark.parametrize("stream", [TOKEN_STREAM, DRAFT_STREAM])
+def test_control_noise_that_draft_and_replacement_share_is_caught(
+    monkeypatch: pytest.MonkeyPatch, stream: int
+) -> None:
+    """A token that the draft did not draw has little noise, so the replacement avoids it too."""
+    noise = Sampler.noise
+    monkeypatch.setattr(Sampler, "noise", lambda self, at, **_: noise(self, at, stream=stream))
+    with pytest.raises(AssertionError):
+        check_replacements()
+
+
+def test_control_a_chance_that_shares_the_drafts_noise_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft's own draws decide whether they are accepted."""
+    monkeypatch.setattr(rules, "ACCEPT_STREAM", DRAFT_STREAM)
+    with pytest.raises(AssertionError):
+        check_replacements()
 
 
 # How much is accepted

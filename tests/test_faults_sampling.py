@@ -24,7 +24,7 @@ from tiny import VOCAB, TableRuntime, build, probs_table, random_table, serve, s
 from torch import Tensor
 
 from outpace.accept import Accepted, accept
-from outpace.errors import InvalidRequest
+from outpace.errors import InvalidRequest, NumericalError
 from outpace.proposers.base import Method, Step
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.sampling import Sampler, SamplingParams
@@ -174,17 +174,35 @@ def test_04_the_same_distribution_is_always_accepted(acceptance: str) -> None:
             assert len(step) == len(branching) + 1
 
 
-def test_04_a_draft_that_covers_the_target_up_to_rounding_leaves_no_nan() -> None:
-    p = torch.softmax(torch.randn(1000, generator=torch.Generator().manual_seed(0)), dim=-1)
-    logits = p.log().expand(2, -1)
+def covering_draft() -> int:
+    """Runs drafts whose q is p, but for one token that they say twice as often; counts residuals
+    of nothing at all, after which p itself is what remains.
+    """
+    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=1.0, acceptance="rejection")
+    rejected = 0
     for seed in range(300):
         sampler = Sampler(params, prompt=[0], seed=seed, vocab_size=1000)
-        # A token that q makes twice as likely is often rejected; elsewhere q is p up to rounding.
-        q = p * (1 + 1e-7)
+        q = torch.softmax(sampler.process(logits[0], []), dim=-1)
         q[5] *= 2
         got = accept(Tree.chain([0, 5], draft_probs=q.expand(2, -1)), logits, sampler)
         assert 0 <= got.token < 1000
+        rejected += got.path == [0]
+    return rejected
+
+
+def test_04_a_draft_that_covers_the_target_leaves_no_nan() -> None:
+    assert 100 < covering_draft() < 200, "half of the drafts are rejected"
+
+
+def test_04_control_a_division_by_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def divided(p: Tensor, q: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        rest = (p - q).clamp_min(0.0)
+        return rest / rest.sum(), q
+
+    monkeypatch.setattr("outpace.accept._residual", divided)
+    with pytest.raises(NumericalError):
+        covering_draft()
 
 
 # 05: temperature zero and near zero, deterministic drafters
