@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from kit_runtime import PATHS
 from scripted import AlwaysWrong, Bushy, Drawn, HalfRight, Perfect, RandomTrees
 from tiny import VOCAB, TableRuntime, build, random_table, serve, shared
 from torch import Tensor
@@ -19,6 +20,10 @@ from outpace import accept as rules
 from outpace.accept import Accepted, TargetRows
 from outpace.heads import MedusaHeads
 from outpace.llm import LLM
+from outpace.proposers.draft import Draft
+from outpace.proposers.lookahead import Lookahead
+from outpace.proposers.lookup import Lookup
+from outpace.proposers.medusa import Medusa
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.sampling import Sampler
 from outpace.tree import Tree
@@ -48,12 +53,26 @@ def with_heads(llm: LLM, *, dependent: bool = False) -> LLM:
     return llm.with_method("medusa", heads=heads)
 
 
+def of_all(llm: LLM) -> LLM:
+    """Every method that proposes, in one."""
+    heads = random_heads(llm.model.runtime.hidden_size, dependent=True)
+    members = (
+        Lookup(),
+        Draft(runtime=draft_runtime(1), num_branches=2),
+        Medusa(heads=heads, runtime=llm.model.runtime),
+        Lookahead(),
+    )
+    return llm.with_method("combined", methods=members)
+
+
 METHODS: dict[str, Start] = {
     "plain": lambda llm, *_: llm,
     "lookup": lambda llm, *_: llm.with_method("lookup"),
     "lookahead": lambda llm, *_: llm.with_method("lookahead"),
     "combined": lambda llm, *_: llm.with_method("combined"),
+    "combined of all": lambda llm, *_: of_all(llm),
     "draft": lambda llm, *_: llm.with_method("draft", draft=draft_runtime(1)),
+    "draft tree": lambda llm, *_: llm.with_method("draft", draft=draft_runtime(1), num_branches=3),
     "draft itself": lambda llm, *_: llm.with_method("draft", draft=draft_runtime(0)),
     "medusa": lambda llm, *_: with_heads(llm),
     "hydra": lambda llm, *_: with_heads(llm, dependent=True),
@@ -83,6 +102,16 @@ MODELS: dict[str, tuple[str, str | None]] = {
 models = pytest.mark.parametrize("name", MODELS)
 PROMPTS = [[5, 6, 7] * 6, [11], [(3 + 13 * i) % VOCAB for i in range(21)]]
 NUM = 32
+
+
+def never_thrice(ids: Sequence[int], logits: Tensor) -> Tensor:
+    """A processor that reads the path: no token three times running, and one in ten by its sum."""
+    if ids[-1:] == ids[-2:-1]:
+        logits[ids[-1]] = -torch.inf
+    logits[sum(ids) % VOCAB] += 2.0
+    return logits
+
+
 SEEDED: list[dict[str, Any]] = [
     dict(temperature=0.8, seed=1),
     dict(
@@ -94,7 +123,20 @@ SEEDED: list[dict[str, Any]] = [
         frequency_penalty=0.3,
         bad_words=((5, 6),),
     ),
-    dict(temperature=0.8, seed=3, min_p=0.05, presence_penalty=0.5, logit_bias={6: 1.0, 7: -100}),
+    dict(
+        temperature=0.8,
+        seed=3,
+        min_p=0.05,
+        presence_penalty=0.5,
+        logit_bias={6: 1.0, 7: -100},
+        processors=(never_thrice,),
+    ),
+]
+# Each node's row depends on its own path in all of these.
+PROCESSED: list[dict[str, Any]] = [
+    dict(repetition_penalty=1.5, frequency_penalty=0.7, bad_words=((5, 6), (6,))),
+    dict(presence_penalty=-1.0, logit_bias={6: 2.0, 7: -100}, min_tokens=9, stop_token_ids=(11, 3)),
+    dict(frequency_penalty=1.0, processors=(never_thrice,)),
 ]
 
 
@@ -103,7 +145,9 @@ def loaded(name: str) -> tuple[PreTrainedModel, LLM, oracle.Logits]:
     """A tiny model, plain decoding with it, and its logits by full recompute."""
     family, attention = MODELS[name]
     model = shared(family) if attention is None else build(family, attn_implementation=attention)
-    return model, serve(model), oracle.recompute(model)
+    llm = serve(model)
+    assert llm.info()["trees"] == ("paths" if family in PATHS else "tree"), "the guard fell back"
+    return model, llm, oracle.recompute(model)
 
 
 @cache
@@ -129,6 +173,52 @@ def test_seeded_ids_are_plain_decodings(name: str, start: Start) -> None:
         right = llm.generate(prompt, max_new_tokens=NUM, **params)
         fast = start(llm, model, prompt + right.tokens)
         assert fast.generate(prompt, max_new_tokens=NUM, **params).tokens == right.tokens
+
+
+def greedy_processed(logits: oracle.Logits, prompt: Sequence[int], how: dict[str, Any]) -> Any:
+    """The oracle's text; its processors come last, where greedy decoding asks for no more."""
+    how = dict(how)
+    processors = how.pop("processors", ())
+    end_ids = how.pop("stop_token_ids", ())
+    ids: list[int] = list(prompt)
+    gaps = []
+    while len(ids) < len(prompt) + NUM and not set(ids[len(prompt) :]) & set(end_ids):
+        row = oracle.process(logits(ids), ids, num_prompt=len(prompt), end_ids=end_ids, **how)
+        for processor in processors:
+            row = processor(ids, torch.from_numpy(row)).numpy()
+        best, second = np.sort(row)[::-1][:2]
+        gaps.append(float(best - second))
+        ids.append(int(row.argmax()))
+    return oracle.Decoded(ids[len(prompt) :], gaps, "")
+
+
+@methods
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+def test_every_node_is_processed_with_its_own_path(name: str, start: Start) -> None:
+    model, llm, logits = loaded(name)
+    for prompt, params in zip(PROMPTS, PROCESSED, strict=True):
+        right = greedy_processed(logits, prompt, params)
+        fast = start(llm, model, prompt + right.tokens)
+        oracle.assert_same(fast.generate(prompt, max_new_tokens=NUM, **params).tokens, right)
+
+
+@methods
+def test_a_processor_sees_each_prefix_once_whatever_proposes(start: Start) -> None:
+    model, llm, _ = loaded("llama")
+    seen: list[list[int]] = []
+
+    def record(ids: Sequence[int], logits: Tensor) -> Tensor:
+        seen.append(list(ids))
+        return never_thrice(ids, logits)
+
+    for params in ({}, SEEDED[0]):
+        how: dict[str, Any] = dict(params, processors=(record,), max_new_tokens=NUM)
+        text = PROMPTS[0] + llm.generate(PROMPTS[0], **how).tokens
+        seen.clear()
+        fast = start(llm, model, text)
+        assert PROMPTS[0] + fast.generate(PROMPTS[0], **how).tokens == text
+        assert seen[:NUM] == [text[:i] for i in range(len(PROMPTS[0]), len(text))]
+        assert all(ids[: len(text)] == text for ids in seen[NUM:])
 
 
 @methods
@@ -181,7 +271,12 @@ TABLE_METHODS: dict[str, Callable[[LLM], LLM]] = {
     "lookahead": lambda llm: llm.with_method("lookahead"),
     "combined": lambda llm: llm.with_method("combined"),
     "draft": lambda llm: llm.with_method("draft", draft=TableRuntime(DRAFT)),
+    "draft tree": lambda llm: llm.with_method("draft", draft=TableRuntime(DRAFT), num_branches=2),
     "medusa": with_heads,
+    "hydra": lambda llm: with_heads(llm, dependent=True),
+    "combined of drawn and picked": lambda llm: llm.with_method(
+        "combined", methods=(Draft(runtime=TableRuntime(DRAFT), num_branches=2), Lookup())
+    ),
     "drawn chain": lambda llm: llm.with_method(Drawn(DRAFT, branching=(1, 1))),
     "drawn tree": lambda llm: llm.with_method(Drawn(DRAFT, branching=(2, 2))),
 }

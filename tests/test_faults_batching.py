@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from kit_runtime import poison
+from kit_runtime import PATHS, poison
 from scripted import Bushy, HalfRight, Scripted
 from tiny import FAMILIES, VOCAB, TableRuntime, build, probs_table, serve, shared
 
@@ -65,7 +65,9 @@ def check_rows(family: str, engine: Engine, nums: Sequence[int] = (NUM,) * 4) ->
 
 
 def engine_of(family: str) -> Engine:
-    return Engine(TransformersRuntime(shared(family), exactness="ordinary"))
+    runtime = TransformersRuntime(shared(family), exactness="ordinary")
+    assert runtime.mode == ("paths" if family in PATHS else "tree"), "the guard fell back"
+    return Engine(runtime)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from kit_runtime import PATHS
 from scripted import Bushy, HalfRight, Scripted
 from tiny import FAMILIES, VOCAB, build, serve, shared
 
@@ -58,6 +59,7 @@ def test_11_every_committed_step_is_a_fresh_computation(family: str, length: int
     text = prompt + right.tokens
     rights = [0, 3, 1, K, 2]  # partial acceptance of every size, in no simple order
     llm = serve(model, HalfRight(text, rights=rights, vocab_size=VOCAB, k=K))
+    assert llm.info()["trees"] == ("paths" if family in PATHS else "tree"), "the guard fell back"
     check_committed_logits(llm, logits, prompt, right)
     llm = llm.with_method(Bushy(text, rights=rights[1:], vocab_size=VOCAB))
     check_committed_logits(llm, logits, prompt, right)
