@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Script
+from scripted import Script, Scripted
 from tiny import TableRuntime, build, byte_tokenizer, random_table, serve, shared
 
 from outpace.bench.arms import Arm, Completion, Measured, MethodArm
@@ -33,7 +33,8 @@ from outpace.bench.report import render
 from outpace.bench.results import provenance, summarise
 from outpace.errors import InvalidRequest
 from outpace.journal import Journal
-from outpace.proposers import Lookup, Plain
+from outpace.proposers import Combined, Draft, Lookahead, Lookup, Plain
+from outpace.proposers.base import Method, Step
 from outpace.runtimes.base import Output, Pass
 from outpace.runtimes.transformers import TransformersRuntime
 from outpace.tree import Tree
@@ -302,6 +303,40 @@ def test_no_arm_profits_from_what_another_one_cached(tmp_path: Path) -> None:
         run(arms_of(Plain(), Lookup()), ITEMS[:2], journal, max_new_tokens=8)
         for entry in journal.entries:
             assert [c["stats"]["reused_tokens"] for c in entry["completions"]] == [0]
+
+
+def check_runs_alike(methods: Sequence[Method], tmp_path: Path) -> None:
+    """The same prompt three times: the third run knows no more than the first."""
+    items = [Item(number=i, category="a", prompt=[5, 6, 7] * 4) for i in range(3)]
+    with journal_of(tmp_path) as journal:
+        run(arms_of(*methods), items, journal, max_new_tokens=24)
+        entries = journal.entries
+    for method in methods:
+        found = [
+            (c["step_tokens"], c["stats"]["drafted"], c["stats"]["accepted"])
+            for e in entries
+            if e["arm"] == method.name
+            for c in e["completions"]
+        ]
+        assert len(found) == 3 and found[1:] == found[:1] * 2
+
+
+def test_55_a_repeated_prompt_is_not_accepted_more(tmp_path: Path) -> None:
+    draft = Draft(runtime=TransformersRuntime(shared("llama", 1), exactness="ordinary"))
+    check_runs_alike([Plain(), Lookup(), Lookahead(), Combined(), draft], tmp_path)
+
+
+def test_55_control_a_method_that_remembers_is_caught(tmp_path: Path) -> None:
+    known: list[list[int]] = []
+
+    def recall(step: Step, _: int) -> list[int]:
+        n = len(step.tokens)
+        texts = [text for text in known if text[:n] == step.tokens]
+        known.append(list(step.tokens))
+        return max(texts, key=len)[n : n + 4] if texts else []
+
+    with pytest.raises(AssertionError):
+        check_runs_alike([Plain(), Scripted(recall)], tmp_path)
 
 
 def test_a_method_that_changes_the_text_is_named(tmp_path: Path) -> None:

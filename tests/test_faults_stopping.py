@@ -204,7 +204,7 @@ def test_17_a_beginning_that_comes_to_nothing_is_delivered(
     plan = [ord(c) - 48 for c in "AAAABAAC"]
     runtime = planned(plan)
     llm = serve(runtime, drafter(PROMPT + plan, 3), tokenizer=byte_tokenizer(VOCAB))
-    for stop, right in {"AAB": "AA", "AAAAA": None, "AAC": "AAAAB", "BAB": None}.items():
+    for stop, right in {"AAB": "AA", "AAAAA": None, "AAC": "AAAAB", "ACX": None}.items():
         result = streamed(llm, PROMPT, stop=(stop,), max_new_tokens=8)
         if right is None:
             check(result, plan, "length", text="AAAABAAC")
@@ -361,6 +361,46 @@ def test_21_invalid_bytes_are_replaced(data: bytes, k: int) -> None:
     check(result, list(data), "length")
     assert result.text == byte_tokenizer(256).decode(list(data))
     assert "\N{REPLACEMENT CHARACTER}" in result.text
+
+
+STOPS = [
+    "\ud55c",
+    "\uae00e",
+    "\N{GRINNING FACE}",
+    "\N{COMBINING ACUTE ACCENT}",
+    FAMILY,
+    FAMILY[1:4],
+]
+
+
+def check_stop_of_bytes(spoken: str, stop: str, k: int, **params: Any) -> None:
+    """Found at the byte that completes it, if that one comes behind `min_tokens`."""
+    data = spoken.encode()
+    at = spoken.index(stop)
+    end = len(spoken[:at].encode()) + len(stop.encode())
+    for least in (0, end - 1, end):
+        result = streamed(speaking(data, k), PROMPT, stop=(stop,), min_tokens=least, **params)
+        if least == end:
+            check(result, list(data), "length", text=spoken)
+        else:
+            text = spoken[: at + len(stop) if params.get("include_stop") else at]
+            check(result, list(data[:end]), "stop", text=text)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 5, 7])
+def test_21_a_stop_string_of_several_bytes_over_every_border(k: int, stop: str) -> None:
+    for shift in range(4):
+        spoken = "x" * shift + SPOKEN
+        for include_stop in (False, True):
+            num = len(spoken.encode())
+            check_stop_of_bytes(spoken, stop, k, include_stop=include_stop, max_new_tokens=num)
+
+
+def test_21_control_a_stop_string_that_is_sought_token_by_token_is_missed() -> None:
+    tokenizer = byte_tokenizer(256)
+    texts = [tokenizer.decode([token]) for token in SPOKEN.encode()]
+    assert not any(stop in "".join(texts) for stop in STOPS)
 
 
 def test_21_a_long_run_of_invalid_bytes_does_not_stall_the_stream() -> None:
