@@ -102,6 +102,50 @@ def test_57_no_import_needs_an_extra() -> None:
     assert "ModuleNotFoundError" in control.stderr
 
 
+NO_NATIVE = """
+import sys, tempfile
+sys.modules["outpace.runtimes._native"] = None
+import outpace
+from tiny import build, byte_tokenizer
+from outpace.runtimes.native import kernel_names
+assert kernel_names() == []
+folder = tempfile.mkdtemp()
+build("llama").save_pretrained(folder)
+byte_tokenizer(64).save_pretrained(folder)
+"""
+
+
+def test_57_without_the_native_part_everything_else_works() -> None:
+    works = """
+for method in ("plain", "lookup", "lookahead", "combined"):
+    llm = outpace.load(folder, method=method)
+    print(len(llm.generate("ABC", max_new_tokens=8, ignore_eos=True).tokens), llm.info()["trees"])
+"""
+    done = _python(NO_NATIVE + IMPORT_ALL + works)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["8 tree"] * 4
+    refused = _python(NO_NATIVE + "outpace.load(folder, runtime='native')")
+    assert "UnsupportedModel: outpace was installed without its native part" in refused.stderr
+    assert "--runtime transformers" in refused.stderr.splitlines()[-1]
+
+
+def test_57_a_missing_extra_is_told_when_it_is_needed(tmp_path: Path) -> None:
+    bench = f"""
+import sys
+sys.modules["matplotlib"] = None
+from outpace.cli import cli
+cli(["bench", "--model", "absent", "--out", {str(tmp_path)!r}])
+"""
+    done = _python(bench)
+    assert done.returncode == 2
+    assert "plots need matplotlib: pip install 'outpace[bench]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    shown = _python(
+        "import sys\nsys.modules['matplotlib'] = None\nfrom outpace.cli import cli\ncli(['--help'])"
+    )
+    assert shown.returncode == 0, shown.stderr
+
+
 def test_57_nothing_of_transformers_is_replaced() -> None:
     """Compares every function and class attribute of the loaded modules, before and after."""
     snapshot = """
