@@ -221,6 +221,25 @@ def test_a_processor_sees_each_prefix_once_whatever_proposes(start: Start) -> No
         assert all(ids[: len(text)] == text for ids in seen[NUM:])
 
 
+@cache
+def same_shape(dtype: torch.dtype) -> LLM:
+    model = build("llama", dtype=dtype, max_position_embeddings=1024)
+    llm = serve(TransformersRuntime(model, exactness="same-shape"))
+    assert llm.model.runtime.same_shape
+    return llm
+
+
+@methods
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_shapes_leave_no_excuse(dtype: torch.dtype, start: Start) -> None:
+    llm = same_shape(dtype)
+    for i, params in enumerate([{}, *SEEDED, *PROCESSED]):
+        prompt = PROMPTS[i % 3]
+        right = llm.generate(prompt, max_new_tokens=24, **params).tokens
+        fast = start(llm, shared("llama"), prompt + right)
+        assert fast.generate(prompt, max_new_tokens=24, **params).tokens == right
+
+
 @methods
 def test_a_text_ends_at_every_index_of_a_block(start: Start) -> None:
     model, llm, _ = loaded("llama")

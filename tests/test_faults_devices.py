@@ -60,7 +60,10 @@ def check_isolated(family: str) -> None:
         next(streams[1])
     beside = [token for piece in streams[0] for token in piece.tokens]
     assert beside == right.tokens
-    assert llm.generate_batch([PROMPT] * 2, max_new_tokens=NUM)[1].tokens == right.tokens
+    with pytest.raises(NumericalError):  # of these two, one slot is closed
+        llm.generate_batch([[bad, 7], [bad, 8]], max_new_tokens=NUM)
+    results = llm.generate_batch([PROMPT] * 3, max_new_tokens=NUM)
+    assert [result.tokens for result in results] == [right.tokens] * 3
 
 
 FAMILIES = ["llama", "gpt2", "mistral", "gemma3", "mixtral", "bloom"]

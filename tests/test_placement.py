@@ -135,3 +135,18 @@ def test_prune_renumbers_and_keeps_what_belongs_to_the_nodes() -> None:
     assert rest.draft_probs is not None
     assert torch.equal(rest.draft_probs, torch.eye(5)[[0, 3, 4]])
     assert prune(tree, [True] * 5) is tree
+
+
+def test_scratch_below_a_dropped_candidate_goes_as_a_whole() -> None:
+    #  r - a
+    #    - b - s - t        and u below the root
+    tree = Tree(
+        tokens=[0, 1, 2, 7, 8, 9],
+        parents=[-1, 0, 0, 2, 3, 0],
+        num_candidates=3,
+        num_scratch_rows=2,
+    )
+    assert prune(tree, [True, True, False, True, True, True]) == Tree.chain([0, 1])
+    kept = prune(tree, [True, False, True, True, True, True])
+    assert (kept.tokens, kept.parents) == ([0, 2, 7, 8, 9], [-1, 0, 1, 2, 0])
+    assert (kept.num_candidates, kept.num_scratch_rows) == (2, 2)

@@ -50,15 +50,20 @@ def place_aligned(tree: Tree, start: int) -> list[int | None]:
 
 
 def prune(tree: Tree, keep: Sequence[bool]) -> Tree:
-    """The tree without the candidates that are not kept; their descendants must go too."""
+    """The tree without the candidates that are not kept; their descendants must go too.
+
+    The scratch goes as a whole where it hangs from one of them.
+    """
     if all(keep):
         return tree
-    nodes = [node for node in range(len(tree)) if keep[node]]
+    n = tree.num_candidates
+    whole = all(keep[parent] for parent in tree.parents[n:])
+    nodes = [node for node in range(len(tree)) if (keep[node] if node < n else whole)]
     index = {node: i for i, node in enumerate(nodes)}
     return Tree(
         tokens=[tree.tokens[node] for node in nodes],
         parents=[-1, *(index[tree.parents[node]] for node in nodes[1:])],
         draft_probs=None if tree.draft_probs is None else tree.draft_probs[nodes],
-        num_candidates=sum(keep[: tree.num_candidates]),
-        num_scratch_rows=tree.num_scratch_rows,
+        num_candidates=sum(keep[:n]),
+        num_scratch_rows=tree.num_scratch_rows if whole else 0,
     )

@@ -36,7 +36,7 @@ class _Sequence:
     prefilled: int = 0  # leading tokens whose keys were computed by prefill passes
     running: Pass | None = None
     places: list[int] = field(default_factory=list)
-    finite: Tensor | None = None  # whether all that its passes computed are numbers
+    finite: Tensor | None = None  # whether all that its last pass computed are numbers
 
 
 class TransformersRuntime(Runtime):
@@ -214,8 +214,7 @@ class TransformersRuntime(Runtime):
         for work, output in zip(batch, outputs, strict=True):
             state = self._sequences[work.sequence]
             state.running = work
-            finite = output.hidden.isfinite().all()  # not read before the device is done
-            state.finite = finite if state.finite is None else state.finite & finite
+            state.finite = output.hidden.isfinite().all()  # not read before the device is done
         return outputs
 
     def _groups(self, batch: Sequence[Pass]) -> list[list[Pass]]:
