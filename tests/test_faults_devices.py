@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import HalfRight, Script
+from scripted import Bushy, HalfRight, Script
 from tiny import VOCAB, TableRuntime, build, random_table, serve
 from torch import Tensor
 
 from outpace.accept import TargetRows, accept
 from outpace.errors import NumericalError
 from outpace.llm import LLM
-from outpace.proposers.base import Step
+from outpace.proposers.base import Method, Step
 from outpace.proposers.draft import Draft
 from outpace.runtimes.base import Output, Pass
 from outpace.runtimes.cache import SlotCache
@@ -149,6 +149,41 @@ def test_59_an_overflow_is_told_of_the_node_that_has_it(bad: float) -> None:
         accept(tree, logits.as_subclass(Elsewhere), rows.sampler)
     logits[2], logits[3, 3] = logits[1], bad  # here it does not
     assert accept(tree, logits.as_subclass(Elsewhere), rows.sampler).path == [0, 1, 2]
+
+
+# 58: where the logits are not on the CPU, they are read in another way, once a step
+
+
+class FarRuntime(TableRuntime):
+    """Its logits say that they live on an accelerator."""
+
+    def forward(self, batch: Sequence[Pass]) -> list[Output]:
+        return [
+            Output(logits=out.logits.as_subclass(Elsewhere), hidden=out.hidden)
+            for out in super().forward(batch)
+        ]
+
+
+@pytest.mark.parametrize("name", ["plain", "lookup", "lookahead", "combined", "bushy", "half"])
+def test_58_logits_of_another_device_give_the_same_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = random_table(VOCAB, seed=1)
+    text = PROMPT + serve(TableRuntime(table)).generate(PROMPT, max_new_tokens=40).tokens
+    made: dict[str, Method] = {
+        "bushy": Bushy(text, rights=[3, 0, 2], vocab_size=VOCAB),
+        "half": HalfRight(text, rights=[2, 0, 4], vocab_size=VOCAB, k=4),
+    }
+    near = serve(TableRuntime(table), made.get(name, name))
+    far = serve(FarRuntime(table), made.get(name, name))
+    syncs = []
+    read = TargetRows._all_tokens
+    monkeypatch.setattr(TargetRows, "_all_tokens", lambda rows: syncs.append(1) or read(rows))
+    result = far.generate(PROMPT, max_new_tokens=40, logprobs=2)
+    assert PROMPT + result.tokens == text
+    assert len(syncs) == result.stats.steps, "one a step, whatever was accepted"
+    right = near.generate(PROMPT, max_new_tokens=40, logprobs=2)
+    assert result.logprobs == right.logprobs and result.stats.nodes == right.stats.nodes
 
 
 # 59: distributions are formed in single precision
