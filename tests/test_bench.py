@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,29 @@ def test_groups_run_side_by_side_and_lone_arms_do_not(tmp_path: Path) -> None:
     )
     assert set(results["concurrency"]["1"]) == {"plain", "lone"}
     assert set(results["concurrency"]["2"]) == {"plain"}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_55_side_by_side_too_other_ids_have_no_ratio(tmp_path: Path, early: bool) -> None:
+    class Other(Fake):
+        def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Measured:
+            measured = super().run(prompts, max_new_tokens)
+            if max_new_tokens == 9:
+                done = measured.completions[0]
+                tokens = done.tokens[:5] if early else [*done.tokens[:-1], 30]
+                measured.completions[0] = replace(done, tokens=tokens)
+            return measured
+
+    arms = [Fake("plain", []), Fake("same", []), Other("other", [])]
+    with journal_of(tmp_path) as journal:
+        run(arms, ITEMS, journal, max_new_tokens=9, concurrency=[2])
+        categories = {item.number: item.category for item in ITEMS}
+        results = summarise(
+            journal.entries, arms, categories=categories, concurrency=[2], cost=COST
+        )
+    ratios = {name: figures["speedup"] for name, figures in results["concurrency"]["2"].items()}
+    assert ratios == {"plain": 1.0, "same": 1.0, "other": None}
+    assert results["concurrency"]["2"]["other"]["tokens_per_second"] > 0
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

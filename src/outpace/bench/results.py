@@ -17,7 +17,8 @@
       "time_split",               seconds: propose, forward, accept, other
       "break_even",               what a step must bring, what it brings, and why
       "categories": {name: {prompts, tokens_per_second, tokens_per_step, speedup}}}},
-  "concurrency": {number: {name: {"tokens_per_second", "speedup"}}},   by wall time of a group
+  "concurrency": {number: {name: {"tokens_per_second",   by wall time of a group
+                                  "speedup"}}},          null where any ids differ
   "forward_cost": {"context", "seconds": {nodes: seconds}}
 }
 """
@@ -113,17 +114,24 @@ def write_results(file: Path, results: dict[str, Any]) -> None:
 def _throughput(
     entries: Sequence[dict[str, Any]], arms: Sequence[Arm], num: int
 ) -> dict[str, dict[str, float | None]]:
-    """Tokens a second of groups that ran side by side, prefill included, and the ratio."""
-    rates = {}
+    """Tokens a second of groups that ran side by side, prefill included, and the ratio.
+
+    There is none where any prompt's ids differ from the baseline's: other texts, other work.
+    """
+    rates, texts = {}, {}
     arms = [arm for arm in arms if num == 1 or arm.batches]
     for arm in arms:
         own = [e for e in entries if e["arm"] == arm.name and e["concurrency"] == num]
         tokens = sum(len(c["tokens"]) for e in own for c in e["completions"])
         rates[arm.name] = tokens / sum(e["seconds"] for e in own)
+        done = completions_of(entries, arm.name, num)
+        texts[arm.name] = {number: completion["tokens"] for number, completion in done.items()}
     return {
         arm.name: {
             "tokens_per_second": rates[arm.name],
-            "speedup": rates[arm.name] / rates[arm.baseline],
+            "speedup": rates[arm.name] / rates[arm.baseline]
+            if texts[arm.name] == texts[arm.baseline]
+            else None,
         }
         for arm in arms
     }
