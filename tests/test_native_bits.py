@@ -62,6 +62,7 @@ def test_neighbours_in_a_batch_change_no_bit(forest: list[tuple[Tree, int]], nam
     }
     for want, output in zip(solo, run(runtime, batch).values(), strict=True):
         assert torch.equal(output.logits, want)
+        assert torch.equal(runtime.project(output.hidden), want), "another sequence's states"
 
 
 @settings(max_examples=6)

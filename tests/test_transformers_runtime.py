@@ -161,7 +161,11 @@ def test_ragged_batches_equal_solo_runs(name: str) -> None:
     sequences = [cache_text(runtime, text) for text in texts]
     outputs = run(runtime, dict(zip(sequences, batch, strict=True)))
     for sequence, text, tree in zip(sequences, texts, batch, strict=True):
-        assert distance(outputs[sequence].logits, recomputed(model, text, tree)) < CLOSE
+        output = outputs[sequence]
+        assert distance(output.logits, recomputed(model, text, tree)) < CLOSE
+        assert output.hidden.shape[0] == len(tree)
+        said = runtime.project(output.hidden).argmax(dim=-1)
+        assert torch.equal(said, output.logits.argmax(dim=-1)), "another sequence's states"
     for sequence, path in zip(sequences, ([0], [0, 1, 3], [0, 1]), strict=True):
         runtime.keep(sequence, path)
     texts[0] += [3]
