@@ -572,6 +572,22 @@ def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         assert torch.equal(together[sequence].logits, alone)
 
 
+def test_a_same_shape_forward_has_one_length_of_keys_and_no_more_rows_than_were_checked() -> None:
+    model = build("llama", max_position_embeddings=1024)
+    runtime = load(model, exactness="same-shape")
+    lengths = [5, 300, *range(10, 29), 301, 302]
+    trees = {cache_text(runtime, text_of(n, first=n)): Tree.chain([1, 2, 3]) for n in lengths}
+    with seen_inputs(model, "input_ids") as ids, seen_inputs(model, "attention_mask") as masks:
+        run(runtime, trees)
+    assert [len(x) for x in ids] == [len(x) for x in masks]
+    assert sum(len(x) for x in ids) == len(lengths)
+    assert max(x.numel() for x in ids) <= runtime.row_class.most < 4 * len(lengths)
+    counts = {256: 0, 512: 0}
+    for mask in masks:
+        counts[mask.shape[-1]] += len(mask)
+    assert counts == {256: 20, 512: 3}
+
+
 def test_trees_do_not_cross_into_a_larger_bucket() -> None:
     runtime = load(build("llama", **WIDE), exactness="same-shape")
     reach = runtime._reach
