@@ -232,6 +232,7 @@ def test_every_sampling_option_is_in_the_table_above() -> None:
             {"heads": "folder", "num_heads": 2, "num_nodes": 9},
         ),
         ("combined", {}),
+        ("combined --heads folder --draft small", {"heads": "folder", "draft": "small"}),
     ],
 )
 def test_method_options_reach_the_library(

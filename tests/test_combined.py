@@ -13,6 +13,7 @@ from scripted import Empty, Script
 from tiny import TableRuntime, serve
 
 from outpace.errors import InvalidRequest
+from outpace.heads import MedusaHeads
 from outpace.proposers.base import Method, Outcome, Step
 from outpace.proposers.combined import Combined, CombinedProposer
 from outpace.proposers.lookahead import Lookahead
@@ -249,3 +250,41 @@ def test_members_are_checked() -> None:
     for methods in ((), ("lookup",), Lookup()):
         with pytest.raises(InvalidRequest, match="methods must be"):
             Combined(methods=methods)  # type: ignore[arg-type]
+
+
+def own_heads(runtime: TableRuntime) -> MedusaHeads:
+    return MedusaHeads(hidden_size=runtime.hidden_size, vocab_size=runtime.vocab_size, num_heads=2)
+
+
+def test_what_is_trained_joins_lookup_by_its_name() -> None:
+    runtime, small = TableRuntime(torch.eye(40).roll(7, dims=1) * 9.0), TableRuntime(torch.eye(40))
+    heads = own_heads(runtime)
+    for options, members in [
+        ({}, ["lookup", "lookahead"]),
+        ({"heads": None, "draft": None}, ["lookup", "lookahead"]),
+        ({"heads": heads}, ["lookup", "medusa"]),
+        ({"draft": small}, ["lookup", "draft"]),
+        ({"draft": small, "heads": heads}, ["lookup", "medusa", "draft"]),
+        ({"methods": (Lookahead(),)}, ["lookahead"]),
+    ]:
+        method = serve(runtime, "combined", **options).method
+        assert isinstance(method, Combined)
+        assert [member.name for member in method.methods] == members, options
+    with pytest.raises(InvalidRequest, match="methods are the whole union"):
+        serve(runtime, "combined", heads=heads, methods=(Lookup(),))
+    with pytest.raises(InvalidRequest, match="has no option 'num_heads'"):
+        serve(runtime, "combined", heads=heads, num_heads=1)
+    with pytest.raises(InvalidRequest, match="heads"):
+        serve(runtime, "combined", heads=7)
+
+
+def test_a_named_draft_is_accepted_within_the_union() -> None:
+    runtime = TableRuntime(torch.eye(40).roll(7, dims=1) * 9.0)
+    for draft, accepted in [
+        (TableRuntime(runtime.table), True),
+        (TableRuntime(torch.eye(40)), False),
+    ]:
+        result = serve(runtime, "combined", draft=draft).generate([0, 1], max_new_tokens=20)
+        assert result.tokens == [(8 + 7 * i) % 40 for i in range(20)]
+        assert (result.stats.accepted > 10) == accepted
+        assert draft.num_open == 0, "the draft's sequence was not closed"

@@ -111,6 +111,23 @@ def test_what_stands_in_for_heads_and_a_draft_is_said(
     assert shown.stdout.splitlines()[-1] == "verdict: identical"
 
 
+def test_heads_go_to_the_union_too(
+    tmp_path: Path, use: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(table_llm())
+    given: list[tuple[str, dict[str, Any]]] = []
+    original = LLM.with_method
+
+    def with_method(llm: LLM, method: Any, **options: Any) -> LLM:
+        given.append((method, options))
+        return original(llm, method)
+
+    monkeypatch.setattr(LLM, "with_method", with_method)
+    code, _ = check(tmp_path, "--method", "lookup,combined", "--heads", "a", "--draft", "b")
+    assert code == 0
+    assert given[-2:] == [("lookup", {}), ("combined", {"heads": "a", "draft": "b"})]
+
+
 def test_draws_fit_and_the_control_does_not(tmp_path: Path, use: Callable[[LLM], None]) -> None:
     use(table_llm())
     code, report = check(tmp_path, "--method", "lookup", *SAMPLED)
@@ -264,8 +281,14 @@ def test_one_changed_token_is_found_at_its_index(
     ("arguments", "message"),
     [
         (["--method", "lookup,magic"], "--method takes plain, lookup"),
-        (["--method", "lookup", "--draft", "x"], "--draft goes with --method draft only"),
-        (["--heads", "x"], "--heads goes with --method medusa only"),
+        (
+            ["--method", "lookup", "--draft", "x"],
+            "--draft goes with --method draft or combined only",
+        ),
+        (
+            ["--method", "lookup", "--heads", "x"],
+            "--heads goes with --method medusa or combined only",
+        ),
         (["--resume"], "--resume needs --out"),
         (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["--completions", "absent.jsonl"], "absent.jsonl cannot be read"),

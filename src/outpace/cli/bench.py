@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from outpace.llm import LLM
 
 _PATH = click.Path(path_type=Path)
-_NEEDS = {"draft": "draft", "medusa": "heads"}  # methods named with a folder: the option it is
+# The entries of --methods that name a model or a folder: the method, and the option that it is.
+_WITH_FOLDER = {
+    "draft": ("draft", "draft"),
+    "medusa": ("medusa", "heads"),
+    "combined+draft": ("combined", "draft"),
+    "combined+heads": ("combined", "heads"),
+}
 
 BENCH = [
     Option(
@@ -28,7 +34,8 @@ BENCH = [
         default="plain,lookup,lookahead,combined",
         show_default=True,
         type=Text(),
-        help="Separated by commas; draft:MODEL and medusa:FOLDER name what they need.",
+        help="Separated by commas; draft:MODEL, medusa:FOLDER, combined+draft:MODEL and "
+        "combined+heads:FOLDER name what they need.",
     ),
     Option(
         "--peers",
@@ -149,19 +156,23 @@ def bench(**values: Any) -> None:
 _FREE = {"out", "resume", "debug"}  # what may differ between a run and the one that goes on with it
 
 
-def _methods(text: str) -> dict[str, str | None]:
-    """Method -> the folder that it needs; plain, the baseline, is always the first."""
-    found: dict[str, str | None] = {"plain": None}
+def _methods(text: str) -> dict[str, tuple[str, dict[str, str]]]:
+    """Entry -> its method and options; plain, the baseline, is always the first."""
+    found: dict[str, tuple[str, dict[str, str]]] = {"plain": ("plain", {})}
+    names = [name for name in options.METHODS if name not in _WITH_FOLDER] + list(_WITH_FOLDER)
     for entry in text.split(","):
         name, _, folder = entry.strip().partition(":")
-        if name not in options.METHODS:
+        if name not in names:
             raise click.UsageError(
-                f"--methods takes {', '.join(options.METHODS)}, separated by commas, not {name!r}."
+                f"--methods takes {', '.join(names)}, separated by commas, not {name!r}."
             )
-        if bool(folder) != (name in _NEEDS):
-            wanted = f"{name}:{_NEEDS[name].upper()}" if name in _NEEDS else name
+        method, option = _WITH_FOLDER.get(name, (name, ""))
+        if bool(folder) != bool(option):
+            wanted = f"{name}:{option.upper()}" if option else name
             raise click.UsageError(f"--methods: write {wanted}, not {entry.strip()!r}.")
-        found[name] = folder or None
+        chosen = (method, {option: folder} if folder else {})
+        if found.setdefault(name, chosen) != chosen:
+            raise click.UsageError(f"--methods names {name} twice; one run compares one of them.")
     return found
 
 
@@ -197,14 +208,13 @@ def _items(llm: LLM, prompts: Any) -> list[Item]:
     ]
 
 
-def _arms(llm: LLM, methods: dict[str, str | None], values: dict[str, Any]) -> list[Arm]:
+def _arms(
+    llm: LLM, methods: dict[str, tuple[str, dict[str, str]]], values: dict[str, Any]
+) -> list[Arm]:
     from outpace.bench.arms import MethodArm
 
     sampling = {"temperature": values["temperature"], "seed": values["seed"]}
-    llms = {
-        name: llm.with_method(name, **({} if folder is None else {_NEEDS[name]: folder}))
-        for name, folder in methods.items()
-    }
+    llms = {name: llm.with_method(method, **own) for name, (method, own) in methods.items()}
     arms: list[Arm] = [MethodArm(name, own, sampling) for name, own in llms.items()]
     if values["peers"] == "hf":
         from outpace.bench.hf import hf_arms

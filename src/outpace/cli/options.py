@@ -95,8 +95,8 @@ LOADING = _section(
 
 # The methods that take an option; its Python name is that of the parameter.
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "draft": ("draft",),
-    "heads": ("medusa",),
+    "draft": ("draft", "combined"),
+    "heads": ("medusa", "combined"),
     "num_heads": ("medusa",),
     "num_nodes": ("medusa",),
     "num_tokens": ("draft", "lookup", "lookahead"),
@@ -119,8 +119,8 @@ METHOD = _section(
         type=click.Choice(METHODS),
         help="How tokens are proposed; the text is the same under each.",
     ),
-    _option("--draft", type=Text(), help="draft: the small model, named like --model."),
-    _option("--heads", type=Text(), help="medusa: the folder with trained heads."),
+    _option("--draft", type=Text(), help="draft, combined: the small model, named like --model."),
+    _option("--heads", type=Text(), help="medusa, combined: the folder with trained heads."),
     _option("--num-heads", type=int, help="medusa: use so many of the heads."),
     _option("--num-nodes", type=int, help="medusa: most nodes of the tree, its root included."),
     _option(

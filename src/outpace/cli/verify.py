@@ -32,13 +32,16 @@ METHOD = [
         help=f"Those to verify, separated by commas: {', '.join(options.METHODS)}.",
     ),
     Option(
-        "--draft", section="Method", type=Text(), help="draft: the small model; else the model."
+        "--draft",
+        section="Method",
+        type=Text(),
+        help="draft, combined: the small model; else draft takes the model itself.",
     ),
     Option(
         "--heads",
         section="Method",
         type=Text(),
-        help="medusa: the folder with trained heads; else random ones.",
+        help="medusa, combined: the folder with trained heads; else medusa takes random ones.",
     ),
 ]
 REQUESTS = [
@@ -170,8 +173,8 @@ def _method_names(values: dict[str, Any]) -> list[str]:
                 f"--method takes {', '.join(options.METHODS)}, separated by commas, not {name!r}."
             )
     for option, method in (("draft", "draft"), ("heads", "medusa")):
-        if values[option] is not None and method not in names:
-            raise click.UsageError(f"--{option} goes with --method {method} only.")
+        if values[option] is not None and not {method, "combined"} & set(names):
+            raise click.UsageError(f"--{option} goes with --method {method} or combined only.")
     return list(dict.fromkeys(names))
 
 
@@ -197,6 +200,8 @@ def _with_method(llm: LLM, name: str, values: dict[str, Any], progress: LoadProg
         if values["draft"] is None:
             progress.notice("draft: no --draft, so the model itself stands in")
         return llm.with_method(name, draft=values["draft"] or values["model"])
+    if name == "combined":
+        return llm.with_method(name, heads=values["heads"], draft=values["draft"])
     return llm.with_method(name)
 
 

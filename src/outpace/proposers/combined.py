@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from outpace.errors import InvalidRequest
 from outpace.proposers.base import Method, Outcome, Proposer
+from outpace.proposers.draft import Draft
 from outpace.proposers.lookahead import Lookahead
 from outpace.proposers.lookup import Lookup
+from outpace.proposers.medusa import Medusa
 from outpace.runtimes.base import Output
 from outpace.tree import Tree
 
 if TYPE_CHECKING:
-    from outpace.proposers.base import Step
+    from outpace.proposers.base import Step, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,36 @@ class Combined(Method):
         ok = isinstance(self.methods, (tuple, list)) and len(self.methods) > 0
         if not ok or not all(isinstance(method, Method) for method in self.methods):
             raise InvalidRequest(f"methods must be one or more methods, not {self.methods!r}")
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        return ("methods", "heads", "draft")
+
+    @classmethod
+    def load(cls, target: Target, **options: Any) -> Combined:
+        """The union of `methods`, or of lookup and what is trained: `heads`, `draft` or both.
+
+        Trained members propose in every step, so lookahead is left out beside them: its window
+        would cost rows for guesses that come too late.
+
+        Args:
+            target: the model that is served.
+            options: `methods`, or `heads` as for Medusa and `draft` as for Draft.
+
+        Raises:
+            InvalidRequest: when `methods` comes with one of the others.
+            IncompatibleModels: when the heads or the draft belong to another target.
+        """
+        trained: list[Method] = []
+        if options.get("heads") is not None:
+            trained.append(Medusa.load(target, heads=options["heads"]))
+        if options.get("draft") is not None:
+            trained.append(Draft.load(target, draft=options["draft"]))
+        if trained and "methods" in options:
+            raise InvalidRequest("methods are the whole union; heads and draft do not go with them")
+        if trained:
+            return cls(methods=(Lookup(), *trained))
+        return cls(**{name: value for name, value in options.items() if name == "methods"})
 
     def start(self) -> Proposer:
         return CombinedProposer([method.start() for method in self.methods])
