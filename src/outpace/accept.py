@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outpace.errors import NumericalError
-from outpace.sampling import ACCEPT_STREAM, uniforms
+from outpace.sampling import ACCEPT_STREAM, probabilities, uniforms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,7 @@ class TargetRows:
             probs = torch.zeros_like(weights)
             probs[weights.argmax()] = 1.0
             return probs
-        return torch.softmax(weights, dim=-1)
+        return probabilities(weights)
 
     def token(self, node: int) -> int:
         """The token that the target itself emits after `node`: argmax of log p + noise."""

@@ -20,7 +20,7 @@ class Completion:
 
     Args:
         tokens: the generated ids.
-        step_tokens: how many of them each step brought.
+        step_tokens: how many of them each step brought; empty where an engine does not tell.
         seconds: from the request to its end.
         first_token_seconds: from the request to its first step's end.
         stats: counters of the engine; None for arms that have none.

@@ -26,8 +26,13 @@ def is_degenerate(tokens: Sequence[int]) -> bool:
 def decode_rate(completion: dict[str, Any]) -> float | None:
     """Tokens a second after the first step; None where there is none."""
     elapsed = completion["seconds"] - completion["first_token_seconds"]
-    count = len(completion["tokens"]) - (completion["step_tokens"] or [0])[0]
+    count = len(completion["tokens"]) - _first_step(completion)
     return count / elapsed if count > 0 and elapsed > 0 else None
+
+
+def _first_step(completion: dict[str, Any]) -> int:
+    """Tokens that came first; an engine that does not tell its steps sends them one by one."""
+    return int((completion["step_tokens"] or [1])[0])
 
 
 def speedups(own: Completions, base: Completions) -> dict[int, float]:
@@ -146,7 +151,7 @@ def _rate(completions: Iterable[dict[str, Any]]) -> float | None:
     tokens, seconds = 0, 0.0
     for completion in completions:
         if decode_rate(completion) is not None:
-            tokens += len(completion["tokens"]) - completion["step_tokens"][0]
+            tokens += len(completion["tokens"]) - _first_step(completion)
             seconds += completion["seconds"] - completion["first_token_seconds"]
     return tokens / seconds if seconds > 0 else None
 

@@ -14,7 +14,7 @@ from outpace.accept import draw
 from outpace.errors import IncompatibleModels, InvalidRequest, NumericalError
 from outpace.proposers.base import Method, Proposer
 from outpace.runtimes.base import Pass, Runtime
-from outpace.sampling import DRAFT_STREAM, TOKEN_STREAM, check_int, check_number
+from outpace.sampling import DRAFT_STREAM, TOKEN_STREAM, check_int, check_number, probabilities
 from outpace.tree import Tree
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class _Growth:
         stream = TOKEN_STREAM
         if sampler.params.acceptance == "rejection" and not sampler.params.greedy:
             stream = DRAFT_STREAM
-            self._draft_probs[self._node] = torch.softmax(weights, dim=-1).cpu()
+            self._draft_probs[self._node] = probabilities(weights).cpu()
         width = min(method.num_branches, 1 + self._num_spare)
         if width > 1:
             width = min(width, int(torch.isfinite(weights).sum()))
