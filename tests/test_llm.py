@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from scripted import Bushy, Perfect, Scripted
 from test_engine import Overflowing
 from tiny import TableRuntime, byte_tokenizer, probs_table, random_table, serve, shared
+from torch import Tensor
 
 import outpace
 from outpace.errors import InvalidRequest, NumericalError
@@ -259,6 +262,49 @@ def test_close_and_go_on() -> None:
     llm.close()
     assert num_open(llm) == 0
     assert llm.generate([1], max_new_tokens=2).tokens == right([1], 2)
+
+
+def test_a_stream_of_a_closed_llm_says_so() -> None:
+    llm = serve(TableRuntime(TABLE))
+    stream = llm.stream([1], max_new_tokens=5)
+    next(stream)
+    llm.close()
+    with pytest.raises(InvalidRequest, match="closed while the request ran"):
+        next(stream)
+    assert num_open(llm) == 0
+    assert llm.generate([1], max_new_tokens=2).tokens == right([1], 2)
+
+
+def test_a_stream_that_the_collector_closes_within_a_step_blocks_nothing() -> None:
+    llm = serve(TableRuntime(TABLE))
+    stream = llm.stream([2], max_new_tokens=5)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    left = weakref.ref(stream)
+    del stream, cycle
+
+    def collect(_: Sequence[int], logits: Tensor) -> Tensor:
+        gc.collect()
+        return logits
+
+    done: list[list[int]] = []
+    thread = threading.Thread(
+        target=lambda: done.append(
+            llm.generate([1], max_new_tokens=3, processors=[collect]).tokens
+        ),
+        daemon=True,
+    )
+    gc.disable()
+    try:
+        assert left() is not None, "control: the stream is still there"
+        thread.start()
+        thread.join(timeout=20)
+    finally:
+        gc.enable()
+    assert done == [right([1], 3)]
+    assert left() is None
+    assert num_open(llm) <= 1, "only the idle sequence is left"
 
 
 # Failures

@@ -212,7 +212,10 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Drops running requests and cached texts; weights go with the last reference."""
+        """Drops cached texts and running requests, whose streams then raise InvalidRequest.
+
+        Weights go with the last reference.
+        """
         self._engine.close()
 
 
@@ -288,6 +291,7 @@ class _SharedEngine:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._inbox: dict[int, deque[Event]] = {}
+        self._left: deque[int] = deque()  # requests whose streams were closed before their end
 
     def run(self, runs: Sequence[_Run]) -> Generator[tuple[int, Piece], None, None]:
         """Adds all choices of all runs and yields their pieces until the last one ends.
@@ -318,31 +322,46 @@ class _SharedEngine:
                 for request_id, event in self._take(list(open_runs)):
                     run, index = open_runs[request_id]
                     if event.finish_reason is not None:
-                        del open_runs[request_id], self._inbox[request_id]
+                        del open_runs[request_id]
+                        self._inbox.pop(request_id, None)
                     if event.error is not None:
                         raise event.error
                     yield run.number, run.add(index, event)
         finally:
-            with self._lock:
-                for request_id in open_runs:
-                    self._engine.cancel(request_id)
-                    self._inbox.pop(request_id, None)
+            self._left.extend(open_runs)
+            # Never waits: the collector may close a stream while this very thread holds the lock.
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._cancel_left()
+                finally:
+                    self._lock.release()
 
     def close(self) -> None:
         with self._lock:
             self._engine.close()
+            self._inbox.clear()
 
     def _take(self, ids: Sequence[int]) -> list[tuple[int, Event]]:
         """The caller's events; steps the engine when there are none yet."""
         with self._lock:
+            self._cancel_left()
+            if not all(i in self._inbox for i in ids):
+                raise InvalidRequest("the LLM was closed while the request ran: send it again")
             if not any(self._inbox[i] for i in ids):
                 for event in self._engine.step():
                     if event.request in self._inbox:
                         self._inbox[event.request].append(event)
+                self._cancel_left()
             taken = [(i, event) for i in ids for event in self._inbox[i]]
             for i in ids:
                 self._inbox[i].clear()
             return taken
+
+    def _cancel_left(self) -> None:
+        while self._left:
+            request_id = self._left.popleft()
+            self._engine.cancel(request_id)
+            self._inbox.pop(request_id, None)
 
 
 def load(
