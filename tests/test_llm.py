@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 
 import oracle
@@ -13,6 +16,7 @@ import torch
 from scripted import Bushy, Perfect, Scripted
 from test_engine import Overflowing
 from tiny import TableRuntime, byte_tokenizer, probs_table, random_table, serve, shared
+from torch import Tensor
 
 import outpace
 from outpace.errors import InvalidRequest, NumericalError
@@ -20,6 +24,7 @@ from outpace.llm import LLM, Piece, Result, make_params
 from outpace.proposers import METHODS
 from outpace.proposers.lookup import Lookup
 from outpace.runtimes.transformers import TransformersRuntime
+from outpace.text import Tokenizer
 
 VOCAB = 32
 TABLE = random_table(VOCAB, seed=3)
@@ -261,6 +266,49 @@ def test_close_and_go_on() -> None:
     assert llm.generate([1], max_new_tokens=2).tokens == right([1], 2)
 
 
+def test_a_stream_of_a_closed_llm_says_so() -> None:
+    llm = serve(TableRuntime(TABLE))
+    stream = llm.stream([1], max_new_tokens=5)
+    next(stream)
+    llm.close()
+    with pytest.raises(InvalidRequest, match="closed while the request ran"):
+        next(stream)
+    assert num_open(llm) == 0
+    assert llm.generate([1], max_new_tokens=2).tokens == right([1], 2)
+
+
+def test_a_stream_that_the_collector_closes_within_a_step_blocks_nothing() -> None:
+    llm = serve(TableRuntime(TABLE))
+    stream = llm.stream([2], max_new_tokens=5)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    left = weakref.ref(stream)
+    del stream, cycle
+
+    def collect(_: Sequence[int], logits: Tensor) -> Tensor:
+        gc.collect()
+        return logits
+
+    done: list[list[int]] = []
+    thread = threading.Thread(
+        target=lambda: done.append(
+            llm.generate([1], max_new_tokens=3, processors=[collect]).tokens
+        ),
+        daemon=True,
+    )
+    gc.disable()
+    try:
+        assert left() is not None, "control: the stream is still there"
+        thread.start()
+        thread.join(timeout=20)
+    finally:
+        gc.enable()
+    assert done == [right([1], 3)]
+    assert left() is None
+    assert num_open(llm) <= 1, "only the idle sequence is left"
+
+
 # Failures
 
 
@@ -384,9 +432,56 @@ def test_parameters_in_the_shapes_that_people_use() -> None:
     assert make_params(None, {}) == outpace.SamplingParams()
 
 
+WRONG_TYPES = [float("nan"), float("inf"), 10**400, True, 1.5, b"x", [], {}, object()]
+TAKES = {  # what of these a field takes; None is every field's own affair
+    "ignore_eos": [True],
+    "include_stop": [True],
+    "logit_bias": [{}],
+    "temperature": [1.5],
+    "repetition_penalty": [1.5],
+    "presence_penalty": [1.5],
+    "frequency_penalty": [1.5],
+    "typical_alpha": [1.5],
+    **{name: [[]] for name in ("stop", "stop_token_ids", "bad_words", "processors")},
+    **{name: [10**400] for name in ("max_new_tokens", "top_k", "min_tokens")},
+}
+
+
+@pytest.mark.parametrize("field", fields(outpace.SamplingParams), ids=lambda field: field.name)
+def test_a_value_of_a_wrong_type_or_size_is_refused_by_name(field: Any) -> None:
+    for value in WRONG_TYPES:
+        if any(value is v or value == v != 1 for v in TAKES.get(field.name, [])):
+            make_params(None, {field.name: value})
+        else:
+            with pytest.raises(InvalidRequest, match=field.name):
+                make_params(None, {field.name: value})
+
+
+def test_one_word_is_not_its_letters() -> None:
+    tokenizer = Tokenizer(byte_tokenizer(64))
+    one = make_params(tokenizer, {"bad_words": "ab"})
+    assert one == make_params(tokenizer, {"bad_words": ["ab"]})
+    assert one != make_params(tokenizer, {"bad_words": ["a", "b"]})
+
+
+def test_so_many_choices_are_a_slip() -> None:
+    llm = serve(TableRuntime(TABLE))
+    assert len(llm.generate([1], n=1024, max_new_tokens=0).choices) == 1024
+    with pytest.raises(InvalidRequest, match=r"n must be .* at most 1024"):
+        llm.generate([1], n=10**9)
+
+
+@pytest.mark.parametrize("prompts", ["text", b"text", 5, None, iter([[1]])])
+def test_a_batch_is_a_list_of_prompts(prompts: Any) -> None:
+    llm = serve(TableRuntime(TABLE), tokenizer=byte_tokenizer(VOCAB))
+    with pytest.raises(InvalidRequest, match="list of prompts"):
+        llm.generate_batch(prompts, max_new_tokens=1)
+    assert len(llm.generate_batch(("0", [1]), max_new_tokens=1)) == 2
+
+
 def test_text_needs_a_tokenizer() -> None:
     llm = serve(TableRuntime(TABLE))
-    for prompt in ("text", [{"role": "user", "content": "text"}]):
+    for prompt in ("text", [{"role": "user", "content": "text"}], b"text", 5, None, [True]):
         with pytest.raises(InvalidRequest, match="needs a tokenizer"):
             llm.generate(prompt)
     with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
@@ -401,6 +496,9 @@ def test_methods_are_checked() -> None:
         llm.with_method("lookup", heads=3)
     with pytest.raises(InvalidRequest, match="go with a method's name only"):
         llm.with_method(Lookup(), max_ngram=3)
+    for method in (5, None, [], Lookup):
+        with pytest.raises(InvalidRequest, match="method must be one of"):
+            llm.with_method(method)  # type: ignore[arg-type]
 
 
 def test_info_says_what_is_loaded() -> None:
@@ -430,6 +528,10 @@ def test_load_takes_a_model_and_its_tokenizer() -> None:
     assert len(result.text) == 8
     with pytest.raises(InvalidRequest, match="go with a method's name only"):
         outpace.load(shared("llama"), method=Lookup(), min_ngram=2)
+    with pytest.raises(InvalidRequest, match="method must be one of"):
+        outpace.load(shared("llama"), method=5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"tokenizer must be a loaded one .* not 'gpt2'"):
+        outpace.load(shared("llama"), tokenizer="gpt2")
 
 
 @pytest.mark.parametrize(

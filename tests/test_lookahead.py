@@ -262,3 +262,13 @@ BAD = [
 def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"{next(iter(options))} must be .* at least [12]"):
         Lookahead(**options)
+
+
+@pytest.mark.parametrize("options", [{"window_size": 10**9}, {"ngram_size": 10**9}])
+def test_a_window_of_any_size_costs_no_more_than_the_budget(options: dict[str, int]) -> None:
+    proposer = LookaheadProposer(Lookahead(**options))
+    assert len(propose(proposer, [1, 2, 3])) <= 64
+    assert len(proposer._columns) <= 64
+    assert all(len(column) <= 64 for column in proposer._columns)
+    most = propose(LookaheadProposer(Lookahead(window_size=64)), [1, 2, 3])
+    assert len(most) > 32, "control: a wide window still runs"

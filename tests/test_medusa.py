@@ -325,6 +325,8 @@ def test_default_choices(num_heads: int, width: int) -> None:
         ({"choices": [(0, 12)]}, "less than the heads' vocabulary of 12"),
         ({"choices": [(-1,)]}, "rank"),
         ({"choices": [()]}, "empty"),
+        ({"choices": 5}, "choices must be a list of lists"),
+        ({"choices": [5]}, "choices must be a list of lists"),
     ],
 )
 def test_a_tree_that_the_heads_cannot_fill_is_refused(options: Shape, match: str) -> None:
@@ -332,6 +334,14 @@ def test_a_tree_that_the_heads_cannot_fill_is_refused(options: Shape, match: str
     with pytest.raises(InvalidRequest, match=match):
         Medusa(heads=counting_heads(3), runtime=runtime, **options)
     Medusa(heads=counting_heads(3), runtime=runtime, choices=[(0, 0, 11)])
+
+
+def test_more_nodes_than_the_runtime_can_run_are_not_made() -> None:
+    runtime = TableRuntime(counting_table(), max_nodes=40)
+    method = Medusa(heads=counting_heads(3), runtime=runtime, num_nodes=10**9)
+    assert method.choices is not None and len(method.choices) == 39
+    small = Medusa(heads=counting_heads(3), runtime=runtime, num_nodes=20)
+    assert small.choices == method.choices[:19], "control: fewer are fewer"
 
 
 def test_fewer_heads_than_there_are() -> None:

@@ -200,3 +200,16 @@ def test_a_wrong_dtype(folder: Path, dtype: Any) -> None:
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "nothing"])
 def test_a_wrong_device(folder: Path, device: str) -> None:
     refused(InvalidRequest, f"device '{device}' cannot be used", folder, device=device)
+
+
+@pytest.mark.parametrize("exactness", ["strict", None, 5])
+def test_a_wrong_exactness_whatever_runs_it(folder: Path, tmp_path: Path, exactness: Any) -> None:
+    for runtime in ("auto", "transformers"):
+        with pytest.raises(InvalidRequest, match="exactness must be one of auto, same-shape"):
+            load_model(folder, exactness=exactness, runtime=runtime, cache=tmp_path / "cache")
+
+
+def test_the_cache_may_be_given_as_text(folder: Path, tmp_path: Path) -> None:
+    model = load_model(folder, runtime="transformers", cache=str(tmp_path / "cache"))
+    assert model.cache == tmp_path / "cache"
+    assert list((tmp_path / "cache" / "verdicts").iterdir())

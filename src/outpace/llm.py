@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -152,11 +152,7 @@ class LLM:
 
     def with_method(self, method: str | Method, **options: Any) -> LLM:
         """The same weights and cache with another method."""
-        if isinstance(method, str):
-            method = load_method(method, _target(self.model), **options)
-        elif options:
-            raise InvalidRequest(f"options {sorted(options)} go with a method's name only")
-        return LLM(self.model, method, engine=self._engine)
+        return LLM(self.model, _method(self.model, method, options), engine=self._engine)
 
     def generate(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Result:
         """Generates until an end token, a stop string, the token budget or the context's end.
@@ -172,11 +168,12 @@ class LLM:
         self, prompts: Sequence[Prompt], *, raw: bool = False, **sampling: Any
     ) -> list[Result]:
         """Generates for several prompts side by side; each result equals its solo run."""
-        results: list[Result | None] = [None] * len(prompts)
-        for number, piece in self.stream_batch(prompts, raw=raw, **sampling):
-            if piece.result is not None:
-                results[number] = piece.result
-        return [result for result in results if result is not None]
+        results = {
+            number: piece.result
+            for number, piece in self.stream_batch(prompts, raw=raw, **sampling)
+            if piece.result is not None
+        }
+        return [results[number] for number in range(len(prompts))]
 
     def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Iterator[Piece]:
         """Like `generate`, piece by piece; closing the iterator stops the work."""
@@ -187,6 +184,8 @@ class LLM:
     ) -> Generator[tuple[int, Piece], None, None]:
         """Like `generate_batch`, piece by piece: (number of the prompt, piece) as they come."""
         params = make_params(self.model.tokenizer, sampling)
+        if not isinstance(prompts, Sequence) or isinstance(prompts, (str, bytes)):
+            raise InvalidRequest("prompts must be a list of prompts; generate takes a single one")
         runs = []
         for number, prompt in enumerate(prompts):
             ids = prompt_ids(self.model.tokenizer, prompt, raw=raw)
@@ -212,7 +211,10 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Drops running requests and cached texts; weights go with the last reference."""
+        """Drops cached texts and running requests, whose streams then raise InvalidRequest.
+
+        Weights go with the last reference.
+        """
         self._engine.close()
 
 
@@ -288,6 +290,7 @@ class _SharedEngine:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._inbox: dict[int, deque[Event]] = {}
+        self._left: deque[int] = deque()  # requests whose streams were closed before their end
 
     def run(self, runs: Sequence[_Run]) -> Generator[tuple[int, Piece], None, None]:
         """Adds all choices of all runs and yields their pieces until the last one ends.
@@ -318,31 +321,46 @@ class _SharedEngine:
                 for request_id, event in self._take(list(open_runs)):
                     run, index = open_runs[request_id]
                     if event.finish_reason is not None:
-                        del open_runs[request_id], self._inbox[request_id]
+                        del open_runs[request_id]
+                        self._inbox.pop(request_id, None)
                     if event.error is not None:
                         raise event.error
                     yield run.number, run.add(index, event)
         finally:
-            with self._lock:
-                for request_id in open_runs:
-                    self._engine.cancel(request_id)
-                    self._inbox.pop(request_id, None)
+            self._left.extend(open_runs)
+            # Never waits: the collector may close a stream while this very thread holds the lock.
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._cancel_left()
+                finally:
+                    self._lock.release()
 
     def close(self) -> None:
         with self._lock:
             self._engine.close()
+            self._inbox.clear()
 
     def _take(self, ids: Sequence[int]) -> list[tuple[int, Event]]:
         """The caller's events; steps the engine when there are none yet."""
         with self._lock:
+            self._cancel_left()
+            if not all(i in self._inbox for i in ids):
+                raise InvalidRequest("the LLM was closed while the request ran: send it again")
             if not any(self._inbox[i] for i in ids):
                 for event in self._engine.step():
                     if event.request in self._inbox:
                         self._inbox[event.request].append(event)
+                self._cancel_left()
             taken = [(i, event) for i in ids for event in self._inbox[i]]
             for i in ids:
                 self._inbox[i].clear()
             return taken
+
+    def _cancel_left(self) -> None:
+        while self._left:
+            request_id = self._left.popleft()
+            self._engine.cancel(request_id)
+            self._inbox.pop(request_id, None)
 
 
 def load(
@@ -354,7 +372,7 @@ def load(
     dtype: str = "auto",
     exactness: str = "auto",
     runtime: str = "auto",
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     notice: Callable[[str], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     max_nodes: int = MAX_NODES,
@@ -391,11 +409,7 @@ def load(
         notice=notice,
         progress=progress,
     )
-    if isinstance(method, str):
-        method = load_method(method, _target(loaded), **method_options)
-    elif method_options:
-        raise InvalidRequest(f"options {sorted(method_options)} go with a method's name only")
-    return LLM(loaded, method, max_nodes=max_nodes)
+    return LLM(loaded, _method(loaded, method, method_options), max_nodes=max_nodes)
 
 
 def _pieces(run: Generator[tuple[int, Piece], None, None]) -> Iterator[Piece]:
@@ -406,7 +420,7 @@ def _pieces(run: Generator[tuple[int, Piece], None, None]) -> Iterator[Piece]:
 
 
 def make_params(tokenizer: Tokenizer | None, sampling: Mapping[str, Any]) -> SamplingParams:
-    """Checked sampling parameters; a single stop string and bad words as text are welcome.
+    """Checked sampling parameters; single stop strings and bad words as text are welcome.
 
     Raises:
         InvalidRequest: for an unknown name or a value out of range.
@@ -420,12 +434,14 @@ def make_params(tokenizer: Tokenizer | None, sampling: Mapping[str, Any]) -> Sam
     values = dict(sampling)
     if isinstance(values.get("stop"), str):
         values["stop"] = (values["stop"],)
-    for name in ("stop", "stop_token_ids", "processors"):
+    if isinstance(values.get("bad_words"), str):
+        values["bad_words"] = (values["bad_words"],)
+    for name in ("stop", "stop_token_ids", "processors", "bad_words"):
         if name in values:
-            values[name] = tuple(values[name] or ())
-    if "bad_words" in values:
+            values[name] = _as_tuple(values[name])
+    if isinstance(values.get("bad_words"), tuple):
         values["bad_words"] = tuple(
-            word for entry in values["bad_words"] or () for word in _bad_word(tokenizer, entry)
+            word for entry in values["bad_words"] for word in _bad_word(tokenizer, entry)
         )
     return SamplingParams(**values)
 
@@ -434,21 +450,39 @@ def prompt_ids(tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool) -> lis
     """The prompt's ids, the same wherever it comes from."""
     if tokenizer is not None:
         return tokenizer.prompt_ids(prompt, raw=raw)
-    if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray))
+    if not is_list or not all(type(token) is int for token in prompt):
         raise InvalidRequest("a prompt of text needs a tokenizer: pass tokenizer=, or token ids")
     return [token for token in prompt if isinstance(token, int)]
 
 
-def _bad_word(tokenizer: Tokenizer | None, entry: Any) -> list[tuple[int, ...]]:
+def _as_tuple(value: Any) -> Any:
+    """A collection as a tuple, None as an empty one; SamplingParams refuses all else."""
+    if value is None:
+        return ()
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping)):
+        return tuple(value)
+    return value
+
+
+def _bad_word(tokenizer: Tokenizer | None, entry: Any) -> list[Any]:
     """Token sequences of a bad word; text is banned at the start of a word and within one."""
     if not isinstance(entry, str):
-        return [tuple(entry)]
+        return [_as_tuple(entry)]
     if tokenizer is None:
         raise InvalidRequest("bad_words as text need a tokenizer: give token ids")
     if not entry.strip():
         raise InvalidRequest("bad_words must not be empty or blank")
     spellings = {tuple(tokenizer.encode(text, special=False)) for text in (entry, " " + entry)}
     return sorted(spellings)
+
+
+def _method(model: Model, method: str | Method, options: Mapping[str, Any]) -> Method:
+    if isinstance(method, Method):
+        if options:
+            raise InvalidRequest(f"options {sorted(options)} go with a method's name only")
+        return method
+    return load_method(method, _target(model), **options)
 
 
 def _target(model: Model) -> Target:

@@ -19,6 +19,7 @@ from outpace.errors import (
     OutpaceError,
     UnsupportedModel,
 )
+from outpace.runtimes.base import EXACTNESS
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ def load_model(
     dtype: str = "auto",
     exactness: str = "auto",
     runtime: str = "auto",
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     notice: Notice | None = None,
     progress: Progress | None = None,
 ) -> Model:
@@ -87,6 +88,9 @@ def load_model(
         raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if runtime not in RUNTIMES:
         raise InvalidRequest(f"runtime must be one of {', '.join(RUNTIMES)}, not {runtime!r}")
+    if exactness not in EXACTNESS:
+        raise InvalidRequest(f"exactness must be one of {', '.join(EXACTNESS)}, not {exactness!r}")
+    cache = None if cache is None else Path(cache)
     folder: Path | None = None
     if isinstance(model, (str, os.PathLike)):
         place = _device(device)
@@ -105,7 +109,6 @@ def load_model(
     from outpace.runtimes.pretrained import load_pretrained
     from outpace.runtimes.transformers import TransformersRuntime
     from outpace.runtimes.verdict import Verdicts
-    from outpace.text import Tokenizer
 
     with quiet_transformers():
         if folder is not None:
@@ -119,10 +122,7 @@ def load_model(
             name = type(model).__name__
             if not hasattr(model, "get_output_embeddings"):
                 raise UnsupportedModel(f"{name} is no causal LM of transformers")
-        if tokenizer is None and folder is not None:
-            tokenizer = Tokenizer.load(folder)
-        elif tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-            tokenizer = Tokenizer(tokenizer)
+        tokenizer = _tokenizer(tokenizer, folder)
         weights = fingerprint(model.state_dict().items())
         verdicts = None  # a loaded model may have been changed in ways that no file shows
         if folder is not None:
@@ -205,14 +205,10 @@ def _load_native(
 ) -> Model:
     from outpace.runtimes.native import NativeRuntime
     from outpace.runtimes.prepare import packed_model
-    from outpace.text import Tokenizer
 
     packed = packed_model(folder, cache=cache_folder(cache), progress=progress)
     report(progress, 0, 1, f"Loading {name}")
-    if tokenizer is None:
-        tokenizer = Tokenizer.load(folder)
-    elif not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer(tokenizer)
+    tokenizer = _tokenizer(tokenizer, folder)
     report(progress, 1, 1, f"Loading {name}")
     return Model(
         name=name,
@@ -249,6 +245,21 @@ def _load_weights(load: Callable[..., Any], folder: Path, dtype: str, device: to
     ) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise InvalidCheckpoint(f"{folder} cannot be loaded as a causal LM: {reason}") from error
+
+
+def _tokenizer(given: Any, folder: Path | None) -> Tokenizer | None:
+    """The one that was given, else the folder's, if there is one."""
+    from outpace.text import Tokenizer
+
+    if given is None:
+        return None if folder is None else Tokenizer.load(folder)
+    if isinstance(given, Tokenizer):
+        return given
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(given, PreTrainedTokenizerBase):
+        raise InvalidRequest(f"tokenizer must be a loaded one of transformers, not {given!r}")
+    return Tokenizer(given)
 
 
 def _embedded_file() -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 GREEDY_BELOW = 1e-5  # a smaller temperature differs from greedy by rounding only
 ACCEPTANCE_RULES = ("coupled", "rejection", "typical")
+MAX_CHOICES = 1024  # a slip of the finger must not fill the memory
 
 # Streams of the counter-based generator: each purpose draws its own numbers at a position.
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = 0, 1, 2
@@ -46,7 +48,7 @@ class SamplingParams:
         min_tokens: end tokens are masked until so many tokens are out, and stop strings are not
             looked for before.
         seed: keys all randomness; None draws one, which the result reports.
-        n: number of independent completions.
+        n: number of independent completions, at most 1024.
         stop: strings that end the text; they are cut off unless `include_stop`.
         stop_token_ids: ids that end the text like the model's own end token.
         ignore_eos: the model's own end tokens do not end the text.
@@ -96,7 +98,7 @@ class SamplingParams:
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_int("min_tokens", self.min_tokens, 0)
         check_int("seed", self.seed, 0, 2**64 - 1, optional=True)
-        check_int("n", self.n, 1)
+        check_int("n", self.n, 1, MAX_CHOICES)
         check_int("logprobs", self.logprobs, 0, 100, optional=True)
         check_number("typical_threshold", self.typical_threshold, 0.0, 1.0)
         check_number("typical_alpha", self.typical_alpha, 0.0, unlimited)
@@ -338,7 +340,8 @@ def check_number(
     name: str, value: float, low: float, high: float, *, low_open: bool = False
 ) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    ok = ok and math.isfinite(value) and low <= value <= high and not (low_open and value == low)
+    ok = ok and abs(value) <= sys.float_info.max  # neither NaN, infinite, nor a longer integer
+    ok = ok and low <= value <= high and not (low_open and value == low)
     if not ok:
         allowed = f"{'more than' if low_open else 'at least'} {low:g}"
         allowed += "" if high == math.inf else f" and at most {high:g}"

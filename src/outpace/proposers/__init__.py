@@ -26,7 +26,7 @@ def load_method(name: str, target: Target, **options: Any) -> Method:
     Raises:
         InvalidRequest: for a name or an option that does not exist; it lists those that do.
     """
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise InvalidRequest(f"method must be one of {', '.join(METHODS)}, not {name!r}")
     method = METHODS[name]
     unknown = sorted(set(options) - set(method.options()))

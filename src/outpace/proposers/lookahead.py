@@ -79,7 +79,9 @@ class LookaheadProposer(Proposer):
     def propose(self, step: Step) -> Tree:
         method, root = self.method, step.tokens[-1]
         if not self._columns:
-            self._columns = _first_columns(step.tokens, method.window_size, method.ngram_size - 1)
+            most = step.max_nodes  # wider or deeper windows never run
+            width, num_rows = min(method.window_size, most), min(method.ngram_size - 1, most)
+            self._columns = _first_columns(step.tokens, width, num_rows)
         self._pool_text(step.tokens)
         num_rows = method.ngram_size - 1
         width = min(method.window_size, (step.max_nodes - 1) // 2 // num_rows)

@@ -37,7 +37,7 @@ class Medusa(Method):
         choices: nodes of the tree, best first, as ranks from the first head down: (0, 2) is the
             third guess of head 1 below the best guess of head 0. Parents that are left out are
             added. None takes those stored with the heads, or `default_choices`.
-        num_nodes: most nodes of a tree, the root included.
+        num_nodes: most nodes of a tree, the root included; the runtime's own limit holds too.
 
     Raises:
         InvalidRequest: naming the field and its range.
@@ -63,11 +63,12 @@ class Medusa(Method):
                 f"num_heads is {num_heads}, but this checkpoint has {heads.num_heads} heads; "
                 f"use <= {heads.num_heads}"
             )
+        num_nodes = min(self.num_nodes, self.runtime.max_nodes)
         choices = self.choices
         if choices is None and heads.choices is not None:
             choices = [choice for choice in heads.choices if len(choice) <= num_heads]
         if choices is None:
-            choices = default_choices(num_heads, self.num_nodes, width=heads.width)
+            choices = default_choices(num_heads, num_nodes, width=heads.width)
         tree = _with_parents(choices)
         for choice in tree:
             if len(choice) > num_heads:
@@ -81,7 +82,7 @@ class Medusa(Method):
                     f"heads' vocabulary of {heads.width} tokens"
                 )
         object.__setattr__(self, "num_heads", num_heads)
-        object.__setattr__(self, "choices", tree[: self.num_nodes - 1])
+        object.__setattr__(self, "choices", tree[: num_nodes - 1])
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -205,6 +206,8 @@ def default_choices(num_heads: int, num_nodes: int, *, width: int) -> list[Choic
 
 def _with_parents(choices: Sequence[Sequence[int]]) -> list[Choice]:
     """Each choice once, behind its parent."""
+    if not isinstance(choices, Sequence) or not all(isinstance(c, Sequence) for c in choices):
+        raise InvalidRequest(f"choices must be a list of lists of ranks, not {choices!r}")
     tree: dict[Choice, None] = {}
     for choice in choices:
         if len(choice) == 0:

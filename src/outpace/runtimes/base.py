@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+EXACTNESS = ("auto", "same-shape", "ordinary")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:

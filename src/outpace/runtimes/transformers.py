@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.errors import InvalidRequest, UnsupportedModel
-from outpace.runtimes.base import Output, Pass, Runtime, check_path, common_prefix
+from outpace.runtimes.base import EXACTNESS, Output, Pass, Runtime, check_path, common_prefix
 from outpace.runtimes.cache import Plan, SlotCache
 from outpace.runtimes.guard import RowClass
 from outpace.runtimes.masks import visible_keys
@@ -23,7 +23,6 @@ from outpace.runtimes.pretrained import attention_backend, layer_types, max_cont
 from outpace.runtimes.verdict import Verdicts, judge
 from outpace.tree import Tree
 
-EXACTNESS = ("auto", "same-shape", "ordinary")
 MAX_NODES = 256
 KEY_STEP = 64
 FIRST_BUCKET = 256
@@ -67,7 +66,9 @@ class TransformersRuntime(Runtime):
         verdicts: Verdicts | None = None,
     ) -> None:
         if exactness not in EXACTNESS:
-            raise InvalidRequest(f"exactness must be one of {EXACTNESS}, not {exactness!r}")
+            raise InvalidRequest(
+                f"exactness must be one of {', '.join(EXACTNESS)}, not {exactness!r}"
+            )
         if prefill_chunk < 1:
             raise InvalidRequest(f"prefill_chunk must be at least 1, not {prefill_chunk}")
         self.model = model
