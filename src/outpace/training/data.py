@@ -107,7 +107,7 @@ def generate(
     prefix = [] if prompts else user_prefix(llm)
     counts, seen, number = Counts(), set[tuple[int, ...]](), 0
     for number, path in enumerate(shard_files(folder), start=1):  # noqa: B007
-        own, examples = _read(path)
+        own, examples = read_shard(path)
         counts.add(own)
         seen.update(tuple(example.prompt) for example in examples)
     begin, before = time.perf_counter(), counts.answer_tokens
@@ -144,7 +144,7 @@ def read(folder: Path) -> tuple[Counts, list[Example]]:
     """
     counts, examples = Counts(), list[Example]()
     for path in shard_files(folder):
-        own, found = _read(path)
+        own, found = read_shard(path)
         counts.add(own)
         examples += found
     if not examples:
@@ -282,7 +282,12 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _read(path: Path) -> tuple[Counts, list[Example]]:
+def read_shard(path: Path) -> tuple[Counts, list[Example]]:
+    """What a shard holds.
+
+    Raises:
+        InvalidRequest: when it is broken: it names the line.
+    """
     try:
         entries = list(_entries(path))
         return Counts(**entries[0]), [Example(**entry) for entry in entries[1:]]
