@@ -118,7 +118,7 @@ class Base:
             unit = torch.eye(runtime.hidden_size, device=place, dtype=runtime.dtype)
             output = (runtime.project(unit).float().cpu() - bias).t().contiguous()
             ids = torch.arange(runtime.vocab_size, device=place)
-            embeddings = torch.cat([runtime.embed(part) for part in ids.split(4096)])
+            embeddings = torch.cat([runtime.embed(part) for part in torch.split(ids, 4096)])
         return cls(
             output=output.clone(),
             bias=bias if bool(bias.any()) else None,

@@ -125,7 +125,7 @@ def new_heads(settings: Settings, positions: Positions) -> MedusaHeads:
     )
     for matrix in heads.outputs:
         rows = base.output if token_map is None else base.output[token_map]
-        matrix.weight.data.copy_(rows)  # type: ignore[operator, union-attr]
+        matrix.weight.data.copy_(rows)  # type: ignore[operator]
     return heads
 
 
@@ -158,7 +158,9 @@ def train(
     optimizer = torch.optim.AdamW(
         heads.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps, settings))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _rate(step, steps, settings)
+    )
     progress = Progress()
     best = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
     header = {**asdict(settings), "positions": len(positions), "held_out": len(held_out)}
@@ -217,7 +219,8 @@ def batch_loss(
     each = -(wanted * logits.log_softmax(dim=-1)).sum(dim=-1)  # [n, K]
     weight = settings.head_weight ** torch.arange(heads.num_heads)
     per_head = (each * keep).sum(dim=0) / keep.sum(dim=0).clamp(min=1)
-    return (per_head * weight).sum() / weight.sum()
+    loss: Tensor = (per_head * weight).sum() / weight.sum()
+    return loss
 
 
 def evaluate(
@@ -238,7 +241,8 @@ def _batches(count: int, settings: Settings) -> Any:
     step = 0
     for epoch in range(settings.epochs):
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
-        for index in torch.randperm(count, generator=generator).split(settings.batch_size):
+        order = torch.randperm(count, generator=generator)
+        for index in torch.split(order, settings.batch_size):
             yield step, index
             step += 1
 

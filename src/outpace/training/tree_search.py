@@ -62,7 +62,8 @@ def best_nodes(found: Ranks, max_nodes: int) -> tuple[list[tuple[int, ...]], lis
                 heapq.heappush(waiting, (-len(hits), (*node, rank)))
 
     open_children((), everything)
-    nodes, worth = [], []
+    nodes: list[tuple[int, ...]] = []
+    worth: list[float] = []
     while waiting and len(nodes) < max_nodes - 1:
         count, node = heapq.heappop(waiting)
         nodes.append(node)

@@ -42,15 +42,13 @@ class Ranks:
 
 
 @torch.inference_mode()
-def ranks(
-    heads: MedusaHeads, positions: Positions, *, max_positions: int | None = None
-) -> Ranks:
+def ranks(heads: MedusaHeads, positions: Positions, *, max_positions: int | None = None) -> Ranks:
     """The ranks of every position of held-out text, or of so many spread evenly over it."""
     chosen = torch.arange(len(positions))
     if max_positions is not None and len(chosen) > max_positions:
         chosen = chosen[torch.linspace(0, len(chosen) - 1, max_positions).long()]
     found = []
-    for index in chosen.split(ROWS):
+    for index in torch.split(chosen, ROWS):
         batch = positions.batch(index)
         logits = heads(batch.hidden, batch.embeddings, project=positions.project)
         best = heads.tokens(logits.topk(min(MAX_RANK, logits.shape[-1]), dim=-1).indices)
