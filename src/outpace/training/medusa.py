@@ -152,6 +152,7 @@ def train(
     Raises:
         InvalidRequest: for a checkpoint of other settings or text, or a full disk.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     heads = new_heads(settings, positions)
     steps = math.ceil(len(positions) / settings.batch_size) * settings.epochs
     every = max(steps // (settings.epochs * settings.evaluations), 1)
