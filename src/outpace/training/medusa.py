@@ -97,8 +97,10 @@ class Progress:
     bad: int = 0
 
     @property
-    def best(self) -> float:
-        return max((value for _, value, _ in self.evaluations), default=-math.inf)
+    def best(self) -> tuple[float, float]:
+        """Tokens per step; the top-1 shares decide between equal ones."""
+        worth = [(value, sum(top)) for _, value, top in self.evaluations]
+        return max(worth, default=(-math.inf, 0.0))
 
 
 def new_heads(settings: Settings, positions: Positions) -> MedusaHeads:
@@ -230,9 +232,9 @@ def evaluate(
     """Adds an evaluation; whether it is the best one."""
     found = ranks(heads, held_out, max_positions=settings.max_held_out)
     value = 1 + sum(best_nodes(found, TREE_NODES)[1])
-    better = value > progress.best
-    progress.bad = 0 if better else progress.bad + 1
     top = [found.top(i, 1) for i in range(heads.num_heads)]
+    better = (value, sum(top)) > progress.best
+    progress.bad = 0 if better else progress.bad + 1
     progress.evaluations.append((progress.step, value, top))
     return better
 
