@@ -57,20 +57,39 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
     Raises:
         InvalidRequest: naming the file, the line and what is wrong with it.
     """
+    prompts, _ = readable_prompts(path, skip_broken=False)
+    count = len(prompts) if limit is None else min(limit, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def readable_prompts(path: Path, *, skip_broken: bool) -> tuple[list[Prompt], list[str]]:
+    """All prompts of a file in the formats of `read_prompts`, and what is wrong with other lines.
+
+    Args:
+        path: the file.
+        skip_broken: leave broken lines out; else the first one is an error.
+
+    Raises:
+        InvalidRequest: naming the file, the line and what is wrong with it.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} cannot be read as UTF-8 text: {error}") from error
     parse = _from_json if path.suffix == ".jsonl" else _from_text
-    prompts = [
-        parse(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    prompts, broken = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(parse(line, f"{path}, line {number}"))
+        except InvalidRequest as error:
+            if not skip_broken:
+                raise
+            broken.append(str(error))
     if not prompts:
         raise InvalidRequest(f"{path} holds no prompt")
-    count = len(prompts) if limit is None else min(limit, len(prompts))
-    return [prompts[i * len(prompts) // count] for i in range(count)]
+    return prompts, broken
 
 
 def _from_text(line: str, _: str) -> Prompt:

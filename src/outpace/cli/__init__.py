@@ -22,6 +22,7 @@ from outpace.cli.terminal import (
     read_stdin,
     stats_lines,
 )
+from outpace.cli.train import train
 from outpace.cli.verify import verify
 from outpace.errors import InvalidRequest
 
@@ -139,6 +140,7 @@ def info(**values: Any) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(train)
 cli.add_command(verify)
 
 
