@@ -485,7 +485,10 @@ def _start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_in_mid_stream(folder: Path) -> None:
+def test_ctrl_c_in_mid_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where this suite runs in the background, Ctrl-C is ignored, and children inherit that.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    monkeypatch.setattr(sys.modules[__name__], "COMMAND", [*COMMAND[:2], f"{listen}; {COMMAND[2]}"])
     with _start(folder) as process:
         assert process.stdout is not None
         assert process.stdout.read(8)
