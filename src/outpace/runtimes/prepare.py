@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outpace.checkpoints import file_key, fingerprint, read_config
-from outpace.convert import LOCK_SECONDS, Progress, report
+from outpace.convert import LOCK_SECONDS, Progress, quiet_transformers, report
 from outpace.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from outpace.runtimes.architecture import ADVICE, Architecture
 from outpace.runtimes.base import Pass
@@ -91,7 +91,8 @@ def _make_checked(
         packed = read_packed(unchecked)
         if packed is None:
             raise OSError("what was written cannot be read back")
-        model = load_folder(folder, dtype=None, device=torch.device("cpu"))
+        with quiet_transformers():
+            model = load_folder(folder, dtype=None, device=torch.device("cpu"))
         check_packed(packed, lambda ids: model(ids, use_cache=False).logits)
         unchecked.replace(file)
     report(progress, 2, 2, label)
