@@ -514,3 +514,30 @@ def test_every_option_has_a_help_text() -> None:
     for command in cli.commands.values():
         for param in command.params:
             assert isinstance(param, click.Argument) or param.help, param.name  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("generate hi --max-new-tokens 3 --model FOLDER >/dev/full", "does not fit"),
+        ("generate - --model FOLDER <&-", "stdin is closed"),
+        ("chat --model FOLDER <&-", "stdin is closed"),
+        ("bench --model FOLDER --out OUT --temperature nan", "temperature"),
+        ("bench --model FOLDER --out OUT --seed -1", "seed"),
+        ("bench --model FOLDER --out OUT --prompts LONG", "context"),
+    ],
+)
+def test_closed_full_or_wrong_is_one_line_and_leaves_nothing(
+    folder: Path, tmp_path: Path, args: str, message: str
+) -> None:
+    out, long = tmp_path / "out", tmp_path / "long.txt"
+    long.write_text("0" * 100_000)
+    for name, path in (("FOLDER", folder), ("OUT", out), ("LONG", long)):
+        args = args.replace(name, f"'{path}'")
+    command = " ".join(f"'{part}'" for part in COMMAND)
+    done = subprocess.run(["sh", "-c", f"{command} {args}"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr.strip().splitlines()[-1]
+    assert not out.exists()

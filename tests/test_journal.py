@@ -48,9 +48,10 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     Journal(path, HEADER, resume=False).close()
     with pytest.raises(InvalidRequest, match="differs in limit"):
         Journal(path, HEADER | {"limit": 4}, resume=True)
-    path.write_text("no json\n")
-    with pytest.raises(InvalidRequest, match="is no journal"):
-        Journal(path, HEADER, resume=True)
+    for text in ("no json\n", "[1]\n", "5\n"):
+        path.write_text(text)
+        with pytest.raises(InvalidRequest, match="is no journal"):
+            Journal(path, HEADER, resume=True)
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

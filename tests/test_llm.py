@@ -309,6 +309,19 @@ def test_a_stream_that_the_collector_closes_within_a_step_blocks_nothing() -> No
     assert num_open(llm) <= 1, "only the idle sequence is left"
 
 
+@pytest.mark.parametrize("beyond", [-1, VOCAB, 10**9])
+def test_end_tokens_that_the_model_does_not_have_do_no_harm(beyond: int) -> None:
+    [end] = right([1], 1)
+    llm = serve(TableRuntime(TABLE), eos_ids=[beyond, end])
+    assert llm.generate([1], max_new_tokens=6).tokens == [end]
+    masked = llm.generate([1], max_new_tokens=2, min_tokens=2).tokens
+    assert len(masked) == 2 and end not in masked, "control: its own is masked"
+    alone = serve(TableRuntime(TABLE), eos_ids=[beyond])
+    firsts = [alone.generate([t], max_new_tokens=1, min_tokens=1).tokens for t in range(VOCAB)]
+    assert firsts == [right([t], 1) for t in range(VOCAB)]
+    assert [VOCAB - 1] in firsts, "control: -1 would mask this one"
+
+
 # Failures
 
 

@@ -130,6 +130,60 @@ def test_wrong_configs(folder: Path) -> None:
     refused(InvalidCheckpoint, r"no config\.json", folder)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_size": "wide"},
+        {"hidden_size": None},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"rms_norm_eps": "x"},
+        {"rope_parameters": 5},
+        {"layer_types": 5},
+        {"eos_token_id": "</s>"},
+        {"dtype": "foo"},
+        {"model_type": 5},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_in_the_config(folder: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    for runtime in ("auto", "transformers"):
+        with pytest.raises(InvalidCheckpoint, match="cannot be loaded") as caught:
+            load_model(folder, runtime=runtime, cache=tmp_path / "cache")
+        assert "\n" not in str(caught.value)
+    (folder / "config.json").write_text(json.dumps(config))
+    load_model(folder, cache=tmp_path / "cache")  # control: the rest of the folder is whole
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_no_json_object(folder: Path, tmp_path: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    for runtime in ("auto", "transformers"):
+        with pytest.raises(InvalidCheckpoint, match=rf"{name} .* JSON"):
+            load_model(folder, runtime=runtime, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("value", ["</s>", 1.5, True, [1, "x"], {"a": 1}])
+def test_an_end_token_that_is_none(folder: Path, tmp_path: Path, value: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    for runtime in ("auto", "transformers"):
+        with pytest.raises(InvalidCheckpoint, match="eos_token_id must be a token id"):
+            load_model(folder, runtime=runtime, cache=tmp_path / "cache")
+
+
+def test_weights_that_are_no_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.unlink()
+    file.symlink_to("nowhere")
+    refused(InvalidCheckpoint, r"model\.safetensors cannot be read", folder)
+    file.unlink()
+    file.mkdir()
+    refused(InvalidCheckpoint, r"model\.safetensors cannot be read", folder)
+
+
 def test_truncated_pickled_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     for data in (b"", b"PK\x03\x04 cut", b"no pickle"):

@@ -152,6 +152,67 @@ def test_a_model_that_fails_the_check_is_not_kept(
     assert not list(cache.glob("*.native"))
 
 
+def test_an_interrupted_check_leaves_no_unchecked_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = folder.parent / "cache"
+    seen: list[list[Path]] = []
+
+    def interrupted(*_: Any) -> None:
+        seen.append(list(cache.glob("*.native")))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "check_packed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            packed_model(folder, cache=cache)
+    assert seen == [[]], "the file stood in the cache before it was checked"
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    packed_model(folder, cache=cache)
+    assert len(list(cache.glob("*.native"))) == 1, "control: a checked one is kept"
+
+
+def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
+    cache = folder.parent / "cache"
+    packed_model(folder, cache=cache)
+    file = next(cache.glob("*.native"))
+    file.unlink()
+    left = cache / f".{file.name}.killed"
+    left.mkdir()
+    packed_model(folder, cache=cache)
+    assert file.exists() and not left.exists()
+
+
+def test_a_header_that_the_library_refuses_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"F32"', b'"F99"', 1))
+    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is broken"):
+        packed_model(folder, cache=folder.parent / "cache")
+    file.write_bytes(data)
+    packed_model(folder, cache=folder.parent / "cache")
+
+
+def test_a_context_shorter_than_the_check(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    build("llama", max_position_embeddings=8).save_pretrained(place)
+    assert packed_model(place, cache=tmp_path / "cache").architecture.max_context == 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hidden_size": "x"}, {"num_attention_heads": 0}, {"vocab_size": 0}, {"layer_types": 5}],
+    ids=str,
+)
+def test_a_config_that_cannot_be_read_is_told_by_the_native_runtime(
+    folder: Path, wrong: dict[str, Any]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(UnsupportedModel, match="--runtime transformers"):
+        packed_model(folder, cache=folder.parent / "cache")
+
+
 # Which runtime serves
 
 

@@ -37,6 +37,13 @@ def test_every_layout(tmp_path: Path) -> None:
     assert [p.content for p in read_prompts(text)] == ["one", '{"prompt": "two"}']
 
 
+@pytest.mark.parametrize("end", ["\u2028", "\x85", "\x0c"])
+def test_only_a_newline_ends_a_line(tmp_path: Path, end: str) -> None:
+    line = json.dumps({"prompt": f"a{end}b"}, ensure_ascii=False).replace("\\f", "\\u000c")
+    path = written(tmp_path, line, {"prompt": "c"})
+    assert [p.content for p in read_prompts(path)] == [f"a{end}b", "c"]
+
+
 def test_a_limit_is_spread_over_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, *({"prompt": str(i), "category": str(i // 4)} for i in range(12)))
     assert [p.content for p in read_prompts(path, limit=3)] == ["0", "4", "8"]
@@ -55,6 +62,7 @@ def test_a_limit_is_spread_over_the_file(tmp_path: Path) -> None:
         ({"prompt": 5}, "malformed prompt"),
         ({"turns": []}, "malformed turns"),
         ({"messages": "hi"}, "malformed messages"),
+        ({"messages": [{"role": "user", "content": "a"}, 5]}, "malformed messages"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:

@@ -29,15 +29,11 @@ def check_folder(folder: Path) -> None:
     Raises:
         InvalidCheckpoint: naming the file that is missing, truncated or no JSON.
     """
-    config = folder / "config.json"
-    try:
-        data = json.loads(config.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidCheckpoint(f"{folder} has no config.json: it is no model folder") from None
-    except (ValueError, OSError) as error:
-        raise InvalidCheckpoint(f"{config} is no valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidCheckpoint(f"{config} holds no JSON object")
+    if not (folder / "config.json").exists():
+        raise InvalidCheckpoint(f"{folder} has no config.json: it is no model folder")
+    read_config(folder / "config.json")
+    if (folder / "generation_config.json").exists():
+        read_config(folder / "generation_config.json")
     files = sorted(folder.glob("*.safetensors"))
     if not files and not any(folder.glob("*.bin")):
         raise InvalidCheckpoint(f"{folder} holds no weights (*.safetensors)")
@@ -54,14 +50,29 @@ def check_folder(folder: Path) -> None:
             raise InvalidCheckpoint(f"{folder} lacks {missing[0]}, which its index names")
 
 
+def read_config(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+        InvalidCheckpoint: when it cannot be read or holds no JSON object.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{file} is no valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidCheckpoint(f"{file} holds no JSON object")
+    return data
+
+
 def check_safetensors(file: Path) -> None:
     """Compares a safetensors header with the size of its file.
 
     Raises:
         InvalidCheckpoint: when the file is truncated or the header is broken.
     """
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(min(length, MAX_HEADER)))
@@ -69,6 +80,8 @@ def check_safetensors(file: Path) -> None:
         expected = 8 + length + max(ends, default=0)
     except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise InvalidCheckpoint(f"{file} has no safetensors header: {error}") from error
+    except OSError as error:
+        raise InvalidCheckpoint(f"{file} cannot be read: {error}") from error
     if size != expected:
         raise InvalidCheckpoint(
             f"{file} has {size} bytes where its header says {expected}: it is truncated, "

@@ -119,7 +119,8 @@ class Engine:
     ) -> None:
         self.runtime = runtime
         self.tokenizer = tokenizer
-        self.end_ids = tuple(end_ids)
+        # A tokenizer's end token may lie beyond the model's vocabulary, a config may say -1.
+        self.end_ids = tuple(t for t in end_ids if 0 <= t < runtime.vocab_size)
         self.max_batch = max_batch
         self.max_nodes = min(max_nodes, runtime.max_nodes)
         self.max_idle = max_idle

@@ -71,6 +71,8 @@ class Journal:
             lines = [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
             raise InvalidRequest(f"{self.path} is no journal: {error}") from error
+        if not all(isinstance(line, dict) for line in lines):
+            raise InvalidRequest(f"{self.path} is no journal: a line holds no JSON object")
         if not lines:
             return
         differing = sorted(

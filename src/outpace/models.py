@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from outpace.checkpoints import check_folder, fingerprint
+from outpace.checkpoints import check_folder, fingerprint, read_config
 from outpace.convert import Progress, convert_gguf, quiet_transformers, report
 from outpace.errors import (
     InvalidCheckpoint,
@@ -106,7 +104,9 @@ def load_model(
                     notice(str(error))  # a full disk, say
     elif runtime == "native":
         raise InvalidRequest("the native runtime reads files: give a name or a folder")
-    from outpace.runtimes.pretrained import load_pretrained
+    import torch
+
+    from outpace.runtimes.pretrained import load_folder
     from outpace.runtimes.transformers import TransformersRuntime
     from outpace.runtimes.verdict import Verdicts
 
@@ -114,7 +114,8 @@ def load_model(
         if folder is not None:
             name = str(model)
             report(progress, 0, 1, f"Loading {name}")
-            model = _load_weights(load_pretrained, folder, dtype, place)
+            kind = None if dtype == "auto" else getattr(torch, dtype)
+            model = load_folder(folder, dtype=kind, device=place)
             report(progress, 1, 1, f"Loading {name}")
         else:
             if device != "auto" or dtype != "auto":
@@ -220,33 +221,6 @@ def _load_native(
     )
 
 
-def _load_weights(load: Callable[..., Any], folder: Path, dtype: str, device: torch.device) -> Any:
-    import torch
-    from safetensors import SafetensorError
-
-    try:
-        return load(folder, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    except torch.OutOfMemoryError as error:
-        raise InvalidRequest(
-            f"{folder} does not fit into the memory of {device}: use another device or a smaller "
-            "dtype"
-        ) from error
-    except OutpaceError:
-        raise
-    except (
-        ValueError,
-        OSError,
-        LookupError,
-        ImportError,
-        RuntimeError,
-        EOFError,
-        SafetensorError,
-        UnpicklingError,
-    ) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise InvalidCheckpoint(f"{folder} cannot be loaded as a causal LM: {reason}") from error
-
-
 def _tokenizer(given: Any, folder: Path | None) -> Tokenizer | None:
     """The one that was given, else the folder's, if there is one."""
     from outpace.text import Tokenizer
@@ -302,7 +276,7 @@ def _device(name: str) -> torch.device:
 
 def _folder_eos_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     files = [folder / "generation_config.json", folder / "config.json"]
-    sources = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.exists()]
+    sources = [read_config(file) for file in files if file.exists()]
     return _eos_ids([source.get("eos_token_id") for source in sources], tokenizer)
 
 
@@ -311,6 +285,11 @@ def _eos_ids(values: Sequence[Any], tokenizer: Tokenizer | None) -> tuple[int, .
     found: list[int] = [] if tokenizer is None else list(tokenizer.eos_ids)
     for value in values:
         if value is not None:
-            found.extend(value if isinstance(value, list) else [value])
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(token) is int for token in ids):
+                raise InvalidCheckpoint(
+                    f"eos_token_id must be a token id or a list of them, not {value!r}"
+                )
+            found.extend(ids)
             break
     return tuple(dict.fromkeys(found))

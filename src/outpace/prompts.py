@@ -73,7 +73,7 @@ def readable_prompts(path: Path, *, skip_broken: bool) -> tuple[list[Prompt], li
         InvalidRequest: naming the file, the line and what is wrong with it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} cannot be read as UTF-8 text: {error}") from error
     parse = _from_json if path.suffix == ".jsonl" else _from_text
@@ -115,6 +115,7 @@ def _content(entry: Mapping[str, Any], where: str) -> str | list[dict[str, str]]
         value = value[0] if isinstance(value, list) and value else None
     if isinstance(value, str) and value and found[0] != "messages":
         return value
-    if found[0] == "messages" and isinstance(value, list) and value:
-        return [dict(message) for message in value if isinstance(message, Mapping)]
+    are_messages = found[0] == "messages" and isinstance(value, list) and value
+    if are_messages and all(isinstance(message, Mapping) for message in value):
+        return [dict(message) for message in value]
     raise InvalidRequest(f"{where} has an empty or malformed {found[0]}")

@@ -12,6 +12,7 @@ from outpace.cli import options
 from outpace.cli.loading import load
 from outpace.cli.options import Option, Text
 from outpace.cli.terminal import Command, LoadProgress
+from outpace.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from outpace.bench.arms import Arm
@@ -115,9 +116,11 @@ def bench(**values: Any) -> None:
         write_results,
     )
     from outpace.journal import Journal
+    from outpace.sampling import SamplingParams
 
     methods = _methods(values["methods"])
     concurrency = _concurrency(values["concurrency"])
+    SamplingParams(temperature=values["temperature"], seed=values["seed"])
     plots.check_available()
     prompts = _prompts(values)
     llm = load(values)
@@ -198,7 +201,7 @@ def _items(llm: LLM, prompts: Any) -> list[Item]:
     from outpace.bench.harness import Item
     from outpace.llm import prompt_ids
 
-    return [
+    items = [
         Item(
             number=number,
             category=prompt.category,
@@ -206,6 +209,12 @@ def _items(llm: LLM, prompts: Any) -> list[Item]:
         )
         for number, prompt in enumerate(prompts)
     ]
+    longest, context = max(len(item.prompt) for item in items), llm.model.runtime.max_context
+    if longest > context:  # told before anything is measured
+        raise InvalidRequest(
+            f"a prompt has {longest} tokens, the model's context is {context}: shorten it"
+        )
+    return items
 
 
 def _arms(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
@@ -71,6 +72,11 @@ class Group(click.Group):
                 message += f" See {error.ctx.command_path} --help."
             click.echo(f"Error: {message}", err=True)
             code = error.exit_code
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo(f"Error: what was written does not fit: {error}", err=True)
+            code = 2
         except click.Abort:
             click.echo("Interrupted", err=True)
             code = 130
@@ -129,20 +135,26 @@ def read_stdin() -> str:
     Raises:
         BadRequest: naming the offset of the first byte that is not UTF-8.
     """
-    return decode(sys.stdin.buffer.read()).removesuffix("\n")
+    return decode(_stdin().buffer.read()).removesuffix("\n")
 
 
 def read_lines() -> Iterator[str]:
     """The lines of stdin as they come, each asked for on stderr where a person types."""
-    offset = 0
+    stdin, offset = _stdin(), 0
     while True:
-        if sys.stdin.isatty():
+        if stdin.isatty():
             click.echo("> ", nl=False, err=True)
-        line = sys.stdin.buffer.readline()
+        line = stdin.buffer.readline()
         if not line:
             return
         yield decode(line, offset=offset).rstrip("\r\n")
         offset += len(line)
+
+
+def _stdin() -> TextIO:
+    if sys.stdin is None:
+        raise BadRequest("stdin is closed: give it a text to read")
+    return sys.stdin
 
 
 def decode(data: bytes, *, offset: int = 0) -> str:

@@ -96,7 +96,7 @@ class Architecture:
             if head_dim % 2 or head_dim > 256:
                 raise _unsupported(config, "head_dim", head_dim)
             frequencies, scale = _rope(config, head_dim)
-            return cls(
+            architecture = cls(
                 hidden=hidden,
                 heads=heads,
                 kv_heads=int(config.get("num_key_value_heads") or heads),
@@ -110,15 +110,27 @@ class Architecture:
                 rope_scale=scale,
                 tied=bool(config.get("tie_word_embeddings", False)),
             )
+        except UnsupportedModel:  # a ValueError too
+            raise
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UnsupportedModel(
+                f"the native runtime cannot read the configuration of {_name(config)} ({error}): "
+                f"{ADVICE}"
+            ) from error
         except KeyError as error:
             raise UnsupportedModel(
                 f"the native runtime cannot run {_name(config)}, whose configuration has no field "
                 f"{error.args[0]}: {ADVICE}"
             ) from error
+        for name in ("hidden", "heads", "kv_heads", "intermediate", "vocab", "max_context"):
+            if getattr(architecture, name) < 1:
+                raise _unsupported(config, name, getattr(architecture, name))
+        return architecture
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    return str((config.get("architectures") or [config.get("model_type") or "this model"])[0])
+    kinds = config.get("architectures")
+    return str(kinds[0] if isinstance(kinds, list) and kinds else config.get("model_type"))
 
 
 def _unsupported(config: Mapping[str, Any], field: str, value: Any) -> UnsupportedModel:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.checkpoints import file_key, fingerprint
-from outpace.convert import LOCK_SECONDS, Progress, report
-from outpace.errors import InvalidRequest, UnsupportedModel
+from outpace.checkpoints import file_key, fingerprint, read_config
+from outpace.convert import LOCK_SECONDS, Progress, quiet_transformers, report
+from outpace.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from outpace.runtimes.architecture import ADVICE, Architecture
 from outpace.runtimes.base import Pass
 from outpace.runtimes.native import NativeRuntime, kernel_names
@@ -41,8 +42,7 @@ def packed_model(folder: Path, *, cache: Path, progress: Progress | None = None)
 
     if not kernel_names():
         raise UnsupportedModel(f"outpace was installed without its native part: {ADVICE}")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    architecture = Architecture.from_config(config)
+    architecture = Architecture.from_config(read_config(folder / "config.json"))
     file = cache / f"{folder.name}-{_key(folder)}.native"
     packed = read_packed(file)
     if packed is not None:
@@ -52,14 +52,7 @@ def packed_model(folder: Path, *, cache: Path, progress: Progress | None = None)
         with FileLock(f"{file}.lock", timeout=LOCK_SECONDS):
             packed = read_packed(file)  # another process may have been faster
             if packed is None:
-                report(progress, 0, 2, f"Packing {folder.name}")
-                _make(folder, file, architecture)
-                report(progress, 1, 2, f"Packing {folder.name}")
-                packed = read_packed(file)
-                if packed is None:
-                    raise OSError("what was written cannot be read back")
-                _check_beside(packed, folder, file)
-                report(progress, 2, 2, f"Packing {folder.name}")
+                packed = _make_checked(folder, file, architecture, progress)
     except Timeout as error:
         raise InvalidRequest(
             f"another process has been packing {folder.name} for {LOCK_SECONDS} s: "
@@ -81,12 +74,40 @@ def _key(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _make_checked(
+    folder: Path, file: Path, architecture: Architecture, progress: Progress | None
+) -> Packed:
+    """The file appears when its content is checked, so that nobody takes an unchecked one."""
+    from outpace.runtimes.pretrained import load_folder
+
+    label = f"Packing {folder.name}"
+    for stale in file.parent.glob(f".{file.name}.*"):  # of a process that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    report(progress, 0, 2, label)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as temporary:
+        unchecked = Path(temporary, file.name)
+        _make(folder, unchecked, architecture)
+        report(progress, 1, 2, label)
+        packed = read_packed(unchecked)
+        if packed is None:
+            raise OSError("what was written cannot be read back")
+        with quiet_transformers():
+            model = load_folder(folder, dtype=None, device=torch.device("cpu"))
+        check_packed(packed, lambda ids: model(ids, use_cache=False).logits)
+        unchecked.replace(file)
+    report(progress, 2, 2, label)
+    return packed
+
+
 def _make(folder: Path, file: Path, architecture: Architecture) -> None:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     homes: dict[str, Any] = {}
     for part in sorted(folder.glob("*.safetensors")):
-        stream: Any = safe_open(part, framework="pt")
+        try:
+            stream: Any = safe_open(part, framework="pt")
+        except SafetensorError as error:
+            raise InvalidCheckpoint(f"{part} is broken: {error}") from error
         homes.update(dict.fromkeys(stream.keys(), stream))
     if not homes:
         raise UnsupportedModel(f"the native runtime reads safetensors only: {ADVICE}")
@@ -96,18 +117,6 @@ def _make(folder: Path, file: Path, architecture: Architecture) -> None:
 
     identity = fingerprint((name, home.get_tensor(name)) for name, home in homes.items())
     write_packed(file, architecture, pack(architecture, set(homes), source), identity)
-
-
-def _check_beside(packed: Packed, folder: Path, file: Path) -> None:
-    """Deletes the file again when the packed model does not compute what transformers does."""
-    from outpace.runtimes.pretrained import load_pretrained
-
-    model = load_pretrained(folder, dtype=None, device=torch.device("cpu"))
-    try:
-        check_packed(packed, lambda ids: model(ids, use_cache=False).logits)
-    except UnsupportedModel:
-        file.unlink()
-        raise
 
 
 def check_packed(packed: Packed, reference: Callable[[Tensor], Tensor]) -> None:
@@ -122,7 +131,8 @@ def check_packed(packed: Packed, reference: Callable[[Tensor], Tensor]) -> None:
     """
     runtime = NativeRuntime(packed)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(runtime.vocab_size, (CHECK_TOKENS,), generator=generator)
+    num_tokens = min(CHECK_TOKENS, runtime.max_context)
+    ids = torch.randint(runtime.vocab_size, (num_tokens,), generator=generator)
     tree = Tree.chain(ids.tolist())
     work = Pass(sequence=runtime.open(), tree=tree, rows=range(len(tree)))
     got = runtime.forward([work])[0].logits

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outpace.errors import InvalidCheckpoint, UnsupportedModel
+from outpace.errors import InvalidCheckpoint, InvalidRequest, OutpaceError, UnsupportedModel
 from outpace.runtimes.masks import LAYER_TYPES
 
 
@@ -52,6 +52,30 @@ def load_pretrained(
             first = ", ".join(sorted(names)[:3])
             raise InvalidCheckpoint(f"{folder} {cause} {len(names)} of its tensors: {first}")
     return model.to(device) if not getattr(model, "hf_device_map", None) else model
+
+
+def load_folder(
+    folder: Path, *, dtype: torch.dtype | None, device: torch.device
+) -> PreTrainedModel:
+    """`load_pretrained` for a folder whose content nobody vouches for.
+
+    Raises:
+        InvalidCheckpoint: for anything that transformers stumbles over.
+        InvalidRequest: when the device lacks the memory.
+    """
+    try:
+        return load_pretrained(folder, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest(
+            f"{folder} does not fit into the memory of {device}: use another device or a smaller "
+            "dtype"
+        ) from error
+    except OutpaceError:
+        raise
+    except Exception as error:  # a wrong value in a config may raise anything
+        lines = str(error).strip().splitlines() or [repr(error)]
+        reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+        raise InvalidCheckpoint(f"{folder} cannot be loaded as a causal LM: {reason}") from error
 
 
 def attention_backend(model: PreTrainedModel) -> str:

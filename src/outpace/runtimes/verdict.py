@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import tempfile
 from collections.abc import Callable
@@ -163,11 +162,10 @@ def _write(file: Path, text: str) -> None:
     """Replaces a file whole; where that fails, the checks just run again next time."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=file.parent, prefix=f".{file.name}.", delete=False, encoding="utf-8"
-        ) as stream:
-            stream.write(text)
-        os.replace(stream.name, file)
+        with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as temporary:
+            whole = Path(temporary, file.name)
+            whole.write_text(text, encoding="utf-8")
+            whole.replace(file)
     except OSError:
         pass
 
