@@ -17,7 +17,7 @@ from outpace.heads import MedusaHeads
 from outpace.heads import load as load_heads
 from outpace.llm import LLM
 from outpace.proposers.base import Target
-from outpace.training import data, medusa
+from outpace.training import data, medusa, turns
 from outpace.training.examples import Base, Positions, split
 from outpace.training.hidden import Text, answer_states, cached_texts
 from outpace.training.pipeline import train_medusa
@@ -336,3 +336,21 @@ def test_settings_out_of_range_are_named() -> None:
     positions, _ = counting_positions()
     with pytest.raises(InvalidRequest, match="vocab_size is 13"):
         medusa.new_heads(settings(vocab_size=13), positions)
+
+
+def test_user_turns_begin_freely_with_openings_and_about_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SHARD_TURNS", 8)
+    monkeypatch.setattr(turns, "OPENINGS", ("AB",))
+    monkeypatch.setattr(turns, "TASKS", ("Z{}Z",))
+    llm = text_llm()
+    data.generate(llm, tmp_path, 400, recipe=recipe())
+    tokenizer = llm.model.tokenizer
+    assert tokenizer is not None
+    shards = [data.read_shard(path)[1] for path in data.shard_files(tmp_path)][:4]
+    asked = [[tokenizer.decode(example.prompt) for example in shard] for shard in shards]
+    assert all(text.startswith("<AB") for text in asked[1])
+    assert not all(text.startswith("<AB") for text in asked[0] + asked[2])
+    answers = [tokenizer.decode(example.answer).strip() for example in shards[2]]
+    assert asked[3] and all(text[2:-2] in answers for text in asked[3])
