@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tiny import TableRuntime, byte_tokenizer, serve
 
+from outpace.cli import cli
 from outpace.errors import InvalidRequest
 from outpace.heads import MedusaHeads
 from outpace.heads import load as load_heads
 from outpace.llm import LLM
 from outpace.proposers.base import Target
-from outpace.training import data, medusa
+from outpace.training import data, medusa, turns
 from outpace.training.examples import Base, Positions, split
 from outpace.training.hidden import Text, answer_states, cached_texts
 from outpace.training.pipeline import train_medusa
@@ -25,6 +28,7 @@ from outpace.training.tree_search import best_nodes
 from outpace.training.validate import MAX_RANK, Ranks, ranks, tokens_per_step
 
 CYCLE = 12
+train_command = importlib.import_module("outpace.cli.train")  # the package names the command
 
 
 def counting() -> TableRuntime:
@@ -336,3 +340,59 @@ def test_settings_out_of_range_are_named() -> None:
     positions, _ = counting_positions()
     with pytest.raises(InvalidRequest, match="vocab_size is 13"):
         medusa.new_heads(settings(vocab_size=13), positions)
+
+
+def test_user_turns_begin_freely_with_openings_and_about_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SHARD_TURNS", 8)
+    monkeypatch.setattr(turns, "OPENINGS", ("AB",))
+    monkeypatch.setattr(turns, "TASKS", ("Z{}Z",))
+    llm = text_llm()
+    data.generate(llm, tmp_path, 400, recipe=recipe())
+    tokenizer = llm.model.tokenizer
+    assert tokenizer is not None
+    shards = [data.read_shard(path)[1] for path in data.shard_files(tmp_path)][:4]
+    asked = [[tokenizer.decode(example.prompt) for example in shard] for shard in shards]
+    assert all(text.startswith("<AB") for text in asked[1])
+    assert not all(text.startswith("<AB") for text in asked[0] + asked[2])
+    answers = [tokenizer.decode(example.answer).strip() for example in shards[2]]
+    assert asked[3] and all(text[2:-2] in answers for text in asked[3])
+
+
+# The command
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, ["train", "medusa", *arguments], catch_exceptions=False)
+
+
+def test_the_command_trains_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_command, "load", lambda values: text_llm())
+    options = ["--tokens", "300", "--max-answer", "24", "--heads", "2", "--epochs", "1"]
+    first = run("--out", str(tmp_path), *options)
+    assert first.exit_code == 0 and "tokens per step, speed-up" in first.stdout
+    assert "held-out top-1" in first.stderr and "(saved)" in first.stdout
+    again = run("--out", str(tmp_path), *options)
+    assert again.exit_code == 0
+    assert "Writing text" not in again.stderr and "Step" not in again.stderr, "done already"
+    other = run("--out", str(tmp_path), *options, "--heads", "1")
+    assert other.exit_code == 2 and "differs in num_heads" in other.stderr
+
+
+def test_the_command_refuses_or_skips_broken_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_command, "load", lambda values: text_llm())
+    prompts = tmp_path / "prompts.jsonl"
+    good = [json.dumps({"prompt": "abc"[: i + 1]}) for i in range(3)]
+    prompts.write_text("\n".join([good[0], '{"prompt": ', good[1], '{"text": 1}', good[2]]))
+    options = ["--prompts", str(prompts), "--tokens", "20", "--heads", "1", "--epochs", "1"]
+    refused = run("--out", str(tmp_path / "out"), *options)
+    assert refused.exit_code == 2 and "prompts.jsonl, line 2 is no JSON" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    skipped = run("--out", str(tmp_path / "out"), *options, "--skip-broken")
+    assert skipped.exit_code == 0
+    assert [f"line {n}" in skipped.stderr for n in (2, 4)] == [True, True]
+    facts = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert facts["recipe"]["prompts"] == 3

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outpace.proposers.base import Target
     from outpace.runtimes.base import Runtime
 
+SHIPPED = Path(__file__).parent / "data"  # heads that come with the package, by model
 MAX_NAMED = 8  # tensors listed in an error message
 
 
@@ -229,7 +230,8 @@ def load(path: str | PathLike[str], *, target: Target) -> MedusaHeads:
     """Reads heads in their saved dtype onto the target's device, strictly.
 
     Takes the folders of `save`, of FasterDecoding (medusa_lm_head.safetensors or .pt) and of vLLM
-    up to 0.32 (model.safetensors or pytorch_model.bin).
+    up to 0.32 (model.safetensors or pytorch_model.bin). The name "smollm2" stands for the heads
+    that come with the package.
 
     Raises:
         ModelNotFound: when there is no such folder.
@@ -237,6 +239,9 @@ def load(path: str | PathLike[str], *, target: Target) -> MedusaHeads:
         IncompatibleModels: when the heads belong to another target.
     """
     folder = Path(path).expanduser()
+    shipped = SHIPPED / f"{path}-medusa"
+    if not folder.is_dir() and len(Path(path).parts) == 1 and shipped.is_dir():
+        folder = shipped
     if not folder.is_dir():
         raise ModelNotFound(f"no folder {folder}: give the one with the heads and their config")
     try:

@@ -120,7 +120,12 @@ METHOD = _section(
         help="How tokens are proposed; the text is the same under each.",
     ),
     _option("--draft", type=Text(), help="draft, combined: the small model, named like --model."),
-    _option("--heads", type=Text(), help="medusa, combined: the folder with trained heads."),
+    _option(
+        "--heads",
+        type=Text(),
+        help="medusa, combined: the folder with trained heads, or smollm2 for those that come "
+        "along.",
+    ),
     _option("--num-heads", type=int, help="medusa: use so many of the heads."),
     _option("--num-nodes", type=int, help="medusa: most nodes of the tree, its root included."),
     _option(

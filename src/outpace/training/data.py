@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.errors import InvalidRequest
 from outpace.llm import prompt_ids
 from outpace.sampling import check_int
+from outpace.training import turns
 
 if TYPE_CHECKING:
     from outpace.llm import LLM
@@ -24,7 +25,7 @@ SHARD_TURNS = 64  # user turns that are written, or taken, for one shard
 MAX_PERIOD = 48  # longest loop that is looked for, in tokens
 MIN_REPEATED = 24  # fewest tokens in a row that repeat what stands a period before
 MIN_ANSWER = 4
-_MARK = "\N{BLACK STAR}user-turn\N{BLACK STAR}"
+NUM_OPENINGS = 16  # different ones in a shard, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +105,12 @@ def generate(
     """
     check_int("num_tokens", num_tokens, 1)
     _claim(folder, recipe)
-    prefix = [] if prompts else user_prefix(llm)
-    counts, seen, number = Counts(), set[tuple[int, ...]](), 0
+    prefix = [] if prompts else turns.user_prefix(llm)
+    counts, seen, number, last = Counts(), set[tuple[int, ...]](), 0, list[Example]()
     for number, path in enumerate(shard_files(folder), start=1):  # noqa: B007
-        own, examples = read_shard(path)
+        own, last = read_shard(path)
         counts.add(own)
-        seen.update(tuple(example.prompt) for example in examples)
+        seen.update(tuple(example.prompt) for example in last)
     begin, before = time.perf_counter(), counts.answer_tokens
     while counts.answer_tokens < num_tokens:
         batch = prompts[number * SHARD_TURNS : (number + 1) * SHARD_TURNS]
@@ -117,13 +118,14 @@ def generate(
             break
         own = Counts()
         seed = random.Random(f"{recipe.seed}/{number}").getrandbits(62)
-        turns = list(batch) or _write_turns(llm, prefix, recipe, seed, own)
-        ids = [prompt_ids(llm.model.tokenizer, turn, raw=False) for turn in turns]
+        asked = list(batch) or _write_turns(llm, prefix, recipe, number, seed, last, own)
+        ids = [prompt_ids(llm.model.tokenizer, turn, raw=False) for turn in asked]
         fresh = [p for p in dict.fromkeys(map(tuple, ids)) if p not in seen]
         own.duplicates += len(ids) - len(fresh)
         seen.update(fresh)
         examples = _answer(llm, fresh, recipe, seed, own)
         _write(folder / f"shard-{number:05d}.jsonl", own, examples)
+        last = examples
         counts.add(own)
         number += 1
         if report is not None:
@@ -157,27 +159,6 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.jsonl"))
 
 
-def user_prefix(llm: LLM) -> list[int]:
-    """The ids before a user's own words in the target's chat template.
-
-    Raises:
-        InvalidRequest: when there is none.
-    """
-    tokenizer = llm.model.tokenizer
-    if tokenizer is None or not tokenizer.inner.chat_template:
-        raise InvalidRequest(
-            "the model has no chat template from which it could write user turns: give --prompts"
-        )
-    text = str(
-        tokenizer.inner.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-    )
-    if text.count(_MARK) != 1:
-        raise InvalidRequest("the chat template changes the user's words: give --prompts")
-    return tokenizer.encode(text[: text.index(_MARK)], special=False)
-
-
 def loop_start(tokens: Sequence[int]) -> int | None:
     """Where a text starts to repeat what stands up to MAX_PERIOD tokens before; None: nowhere.
 
@@ -198,25 +179,32 @@ def loop_start(tokens: Sequence[int]) -> int | None:
 
 
 def _write_turns(
-    llm: LLM, prefix: list[int], recipe: Recipe, seed: int, counts: Counts
+    llm: LLM,
+    prefix: list[int],
+    recipe: Recipe,
+    number: int,
+    seed: int,
+    last: Sequence[Example],
+    counts: Counts,
 ) -> list[str]:
-    """User turns that the target ended itself."""
-    turns = []
-    result = llm.generate(
+    """A shard's user turns: free every other time, else with openings or about answers."""
+    rng, tokenizer = random.Random(seed), llm.model.tokenizer
+    assert tokenizer is not None, "a prefix comes from a tokenizer"
+    if number % 4 == 3 and last:
+        return turns.about([tokenizer.decode(example.answer) for example in last], rng)
+    openings = rng.choices(turns.OPENINGS, k=NUM_OPENINGS) if number % 4 == 1 else [""]
+    written = turns.write(
+        llm,
         prefix,
-        n=SHARD_TURNS,  # each choice has a seed of its own
+        openings,
+        count=SHARD_TURNS,
         seed=seed,
         temperature=recipe.turn_temperature,
-        max_new_tokens=recipe.max_turn,
+        limit=recipe.max_turn,
     )
-    for choice in result.choices:
-        if choice.finish_reason != "stop":
-            counts.unfinished_turns += 1
-        elif not choice.text.strip():
-            counts.empty += 1
-        else:
-            turns.append(choice.text.strip())
-    return turns
+    counts.unfinished_turns += written.unfinished
+    counts.empty += written.empty
+    return written.texts
 
 
 def _answer(
