@@ -64,6 +64,32 @@ def test_a_tied_model_lacks_nothing(tmp_path: Path) -> None:
     assert loaded.fingerprint == here.fingerprint
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_that_the_config_cuts_off_are_refused(family: str, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path)
+    byte_tokenizer(VOCAB).save_pretrained(tmp_path)
+    load_model(tmp_path, exactness="ordinary")  # control: as it was saved
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("num_hidden_layers", "n_layer"):
+        if name in config:
+            config[name] -= 1
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for runtime in ("auto", "transformers"):
+        refused(InvalidCheckpoint, "has more layers than the 1", tmp_path, runtime=runtime)
+
+
+@pytest.mark.parametrize("value", ["x", -3, 1.5, [8]])
+def test_a_window_that_is_no_number_is_named(value: Any, tmp_path: Path) -> None:
+    build("mistral").save_pretrained(tmp_path)
+    byte_tokenizer(VOCAB).save_pretrained(tmp_path)
+    load_model(tmp_path, exactness="ordinary")  # control
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": value}))
+    for runtime in ("auto", "transformers"):
+        refused(OutpaceError, "sliding_window", tmp_path, runtime=runtime)
+
+
 def test_one_base_in_two_dtypes_has_one_fingerprint(folder: Path) -> None:
     build("llama").bfloat16().save_pretrained(folder)
     found = [

@@ -143,6 +143,8 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     num_layers = int(config["num_hidden_layers"])
     kinds = config.get("layer_types")
     window = config.get("sliding_window")
+    if not isinstance(window or 0, int) or (window or 0) < 0:
+        raise _unsupported(config, "sliding_window", window)
     if kinds is None:
         sliding = bool(window) and config.get("use_sliding_window", True)
         first = config["max_window_layers"] if "use_sliding_window" in config else 0

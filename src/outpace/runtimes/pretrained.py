@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,19 @@ def load_pretrained(
         if names:
             first = ", ".join(sorted(names)[:3])
             raise InvalidCheckpoint(f"{folder} {cause} {len(names)} of its tensors: {first}")
+    _refuse_more_layers(folder, model.config, info["unexpected_keys"])
     return model.to(device) if not getattr(model, "hf_device_map", None) else model
+
+
+def _refuse_more_layers(folder: Path, config: Any, names: Iterable[str]) -> None:
+    """Other tensors that the model does not take may be anything; layers are its own, cut off."""
+    for name in sorted(names):
+        found = re.search(r"\.(?:layers|h|blocks)\.\d+\.", name)
+        if found:
+            raise InvalidCheckpoint(
+                f"{folder} has more layers than the {config.num_hidden_layers} that its config "
+                f"names, as {name}: one of them belongs to another model"
+            )
 
 
 def load_folder(
@@ -105,6 +119,22 @@ def layer_types(config: Any, class_name: str) -> list[str]:
             "rejected tokens: outpace needs attention layers"
         )
     return list(kinds)
+
+
+def window_sizes(config: Any, class_name: str) -> dict[str, int]:
+    """How many tokens a layer of each type sees; 0 is all of them."""
+    sizes = {"full_attention": 0}
+    for kind, name in (
+        ("sliding_attention", "sliding_window"),
+        ("chunked_attention", "attention_chunk_size"),
+    ):
+        value = getattr(config, name, None) or 0
+        if not isinstance(value, int) or value < 0:
+            raise UnsupportedModel(
+                f"{class_name} has {name}={value!r} in its config: it must be a number of tokens"
+            )
+        sizes[kind] = value
+    return sizes
 
 
 def max_context(config: Any) -> int:

@@ -19,7 +19,7 @@ from outpace.runtimes.guard import RowClass
 from outpace.runtimes.masks import visible_keys
 from outpace.runtimes.paths import Paths
 from outpace.runtimes.placement import BLOCK, place_aligned, prune
-from outpace.runtimes.pretrained import attention_backend, layer_types, max_context
+from outpace.runtimes.pretrained import attention_backend, layer_types, max_context, window_sizes
 from outpace.runtimes.verdict import Verdicts, judge
 from outpace.tree import Tree
 
@@ -77,11 +77,7 @@ class TransformersRuntime(Runtime):
         self.attention = attention_backend(model)
         config = model.config.get_text_config(decoder=True)
         self.layer_types = layer_types(config, self.class_name)
-        self._windows = {
-            "full_attention": 0,
-            "sliding_attention": getattr(config, "sliding_window", None) or 0,
-            "chunked_attention": getattr(config, "attention_chunk_size", None) or 0,
-        }
+        self._windows = window_sizes(config, self.class_name)
         self._head = model.get_output_embeddings()
         if self._head is None:
             raise UnsupportedModel(f"{self.class_name} has no LM head: load a causal LM")
